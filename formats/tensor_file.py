@@ -58,6 +58,7 @@ class TensorFile:
         try:
             str(path).encode()
             opened = safe_open(path, "np")  # "pt" would import torch
+            self.metadata: dict[str, str] = opened.metadata() or {}
             slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118
         except UnicodeEncodeError:
             raise error(f"{str(path)!r:.200}: the path is not UTF-8, which safetensors requires; rename it") from None

@@ -130,6 +130,39 @@ def test_chat_keeps_and_forgets_the_conversation(tmp_path: Path, run: Run, monke
     )  # fmt: skip
 
 
+def test_a_chat_goes_on_after_a_restart(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chat(text: str, *options: object, session: Path = tmp_path / "new" / "talk") -> tuple[str, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code, out, err = run("chat", "--max-new-tokens", 4, "--backend", "torch", "--session", session, *options)
+        assert code == 0
+        return out, err, next((line.split(" tok/s")[0] for line in err.splitlines() if line.startswith("prompt ")), "")
+
+    long, other = f"{'x = 1 ' * 100}\n", tmp_path / "other"
+    whole = chat(f"{long}two\nthree\n", session=other)[0]
+    parts = [chat(text) for text in (long, "two\n", "three\n")]
+    assert "".join(out for out, _, _ in parts) == whole
+    first = int(parts[0][2].split()[1])
+    assert "cached" not in parts[0][2]
+    assert f"({first // 128 * 128} cached)" in parts[1][2]
+    assert "4 messages of " in parts[2][1]
+    # Keys of another type are read again; what is no conversation is ignored and left as it is.
+    _, err, answer = chat("four\n", "--kv-cache-dtype", "int8")
+    assert "the conversation is read again: talk: of another model, back end or type of weights" in err
+    assert "cached" not in answer
+    cut = tmp_path / "cut"
+    cut.write_bytes(other.read_bytes()[:-1])
+    (tmp_path / "notes").write_text("mine")
+    for path in (cut, tmp_path / "notes"):
+        before = path.read_bytes()
+        assert f"--session: ignored, and will not be written: {path.name}: " in chat("one\n", session=path)[1]
+        assert path.read_bytes() == before
+    # Without a message there is nothing to keep.
+    assert "6 messages of " in chat("/reset\n", session=other)[1]
+    assert not other.exists()
+    chat("", session=other)
+    assert not other.exists()
+
+
 def test_commands_and_long_messages_of_a_chat(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def chat(text: str, *options: object) -> tuple[str, list[dict[str, str]]]:
         file = tmp_path / f"saved-{len(list(tmp_path.iterdir()))}"

@@ -152,9 +152,9 @@ def test_kept_states_are_few_and_near_the_end(turns: list[tuple[int, int]], most
             prefixes.note(slot, tokens[:stop], len(tokens), len(tokens), None)
             prefixes.keep(slot, [object()])  # type: ignore[list-item]
         prefixes.note(slot, tokens, len(tokens), len(tokens), None)
-        kept = {id(prefixes.states(slot, at)) for slot in (0, 1) for at in range(1001) if prefixes.states(slot, at)}
+        kept = {id(states) for slot in (0, 1) for states in prefixes.prefix(slot).states.values()}
         assert len(kept) <= most
-        assert not positions or prefixes.states(slot, max(positions))  # the newest is kept
+        assert not positions or max(positions) in prefixes.prefix(slot).states  # the newest is kept
 
 
 PROMPT = list(range(20))

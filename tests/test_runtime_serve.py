@@ -806,6 +806,18 @@ def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
         assert [one.choices[0].finish_reason for one in (first, last)] == [None, "length"]
 
 
+def test_prompts_outlive_the_server(bundle: Path, tmp_path: Path) -> None:
+    found, cached = None, []
+    for _ in range(2):
+        with _serving(bundle, "--max-seq-len", "512", "--prompt-cache", tmp_path / "prompts") as (server, line):
+            client = openai.OpenAI(base_url=line.split()[3], api_key="none", max_retries=0)
+            found = client.completions.create(model=bundle.name, prompt="x = 1\n" * 60, max_tokens=1).usage
+            cached.append(found.prompt_tokens_details.cached_tokens)
+            server.send_signal(signal.SIGTERM)
+    assert cached == [0, (found.prompt_tokens - 1) // 128 * 128]
+    assert cached[1] > 0
+
+
 # As from a terminal: a program started in the background inherits that Ctrl-C is ignored.
 _SIGNALLED = """
 import os, signal, sys

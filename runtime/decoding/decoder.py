@@ -94,7 +94,7 @@ class Decoder(Executor, ABC):
         self.config, self._pages, self._lack = bundle.config, pages, lack
         self.max_drafted, self._state_buffers = max_drafted, states_kept(max_drafted)
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
-        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        self.max_batch, self.max_seq_len, self.weight_type = max_batch, max_seq_len, weights
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
             self._load(bundle, weights, cache)

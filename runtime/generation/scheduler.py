@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -16,7 +18,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
-from ..decoding.cache import RecurrentState
+from ..decoding.cache import KVCache, RecurrentState
 from ..decoding.decoder import Decoder, check_prompt
 from ..decoding.rotary import switch_length
 from .levels import Levels
@@ -45,7 +47,7 @@ class Stats:
 
 
 @dataclass
-class _CachedPrefix:
+class CachedPrefix:
     """The tokens in a slot's KV cache, how they were computed, when the slot was last used, and recurrent states."""
 
     tokens: Sequence[int] = ()
@@ -56,12 +58,22 @@ class _CachedPrefix:
     states: Mapping[int, Sequence[RecurrentState]] = field(default_factory=dict)  # by the positions that they follow
 
 
+class SavedPrompt(Protocol):
+    @property
+    def path(self) -> Path: ...
+    @property
+    def prefix(self) -> CachedPrefix: ...  # of its states the positions alone
+
+    def load(self, cache: KVCache, slot: int, length: int) -> Sequence[RecurrentState]:
+        """Fill the first ``length`` positions of a slot; returns the states after them. Raises WisparseError."""
+
+
 class PrefixCache:
     """Which prompt tokens each slot's KV cache holds, and copies of recurrent states after some of them."""
 
     def __init__(self, slots: int, block_size: int, switch: int | None, max_checkpoints: int | None = None) -> None:
         """``max_checkpoints``: most copies of recurrent states; None: the model has no recurrent blocks."""
-        self._prefixes = [_CachedPrefix() for _ in range(slots)]
+        self._prefixes = [CachedPrefix() for _ in range(slots)]
         self._block_size, self._switch, self._max_checkpoints = block_size, switch, max_checkpoints
         self._clock = 0
 
@@ -72,20 +84,7 @@ class PrefixCache:
         which states were kept if the model has them, at most all tokens but the last."""
         source, length = -1, 0
         for slot, prefix in enumerate(self._prefixes):
-            if prefix.long_factors != self._uses_long_factors(len(tokens)):
-                continue
-            limit = min(len(prefix.tokens), len(tokens) - 1)
-            if (prefix.sparse_from, prefix.sparsity) != (sparse_from, sparsity):
-                limit = min(limit, prefix.sparse_from, sparse_from)
-            # Skip equal slices, which are compared in C, then find the first token that differs.
-            common = 0
-            while common < limit and prefix.tokens[common : common + 256] == tokens[common : common + 256]:
-                common += 256
-            common = next((i for i in range(common, limit) if prefix.tokens[i] != tokens[i]), limit)
-            reusable = self._whole_blocks(common)
-            if self._max_checkpoints is not None:
-                reusable = max((position for position in prefix.states if position <= common), default=0)
-            if reusable > length:
+            if (reusable := self.reusable(prefix, tokens, sparse_from, sparsity)) > length:
                 source, length = slot, reusable
         oldest = self.oldest(idle)
         if length == 0:
@@ -95,6 +94,24 @@ class PrefixCache:
         if source in idle and rest <= len(self._prefixes[oldest].tokens):
             return source, source, length
         return oldest, source, length
+
+    def reusable(
+        self, prefix: CachedPrefix, tokens: Sequence[int], sparse_from: int, sparsity: float | None
+    ) -> int:  # fmt: skip
+        """How many positions of a prefix a sequence can go on from."""
+        if prefix.long_factors != self._uses_long_factors(len(tokens)):
+            return 0
+        limit = min(len(prefix.tokens), len(tokens) - 1)
+        if (prefix.sparse_from, prefix.sparsity) != (sparse_from, sparsity):
+            limit = min(limit, prefix.sparse_from, sparse_from)
+        # Skip equal slices, which are compared in C, then find the first token that differs.
+        common = 0
+        while common < limit and prefix.tokens[common : common + 256] == tokens[common : common + 256]:
+            common += 256
+        common = next((i for i in range(common, limit) if prefix.tokens[i] != tokens[i]), limit)
+        if self._max_checkpoints is None:
+            return self._whole_blocks(common)
+        return max((position for position in prefix.states if position <= common), default=0)
 
     def note(
         self, slot: int, tokens: Sequence[int], total: int, sparse_from: int, sparsity: float | None,
@@ -106,7 +123,7 @@ class PrefixCache:
         before = self._prefixes[slot if source is None else source].states
         states = {position: state for position, state in before.items() if position <= len(tokens)}
         long_factors = self._uses_long_factors(total)
-        self._prefixes[slot] = _CachedPrefix(tokens, sparse_from, sparsity, long_factors, self._clock, states)
+        self._prefixes[slot] = CachedPrefix(tokens, sparse_from, sparsity, long_factors, self._clock, states)
 
     def checkpoints(self, length: int, chunk_size: int) -> list[int]:
         """The positions at which to keep states of a prompt of ``length`` tokens: the end of its last whole block, and at
@@ -132,23 +149,26 @@ class PrefixCache:
             dropped = min(between, key=lambda i: (ends[i + 1] - ends[i - 1]) / (ends[-1] - ends[i]), default=-1)
             prefix.states = {at: one for at, one in prefix.states.items() if at != ends[dropped]}
 
-    def states(self, slot: int, length: int) -> Sequence[RecurrentState]:
-        """The states kept after ``length`` tokens of a slot; empty without recurrent blocks."""
-        return self._prefixes[slot].states.get(length, ())
+    def prefix(self, slot: int) -> CachedPrefix:
+        return self._prefixes[slot]
+
+    def newest(self) -> int:
+        """The most recently used slot."""
+        return max(range(len(self._prefixes)), key=lambda slot: self._prefixes[slot].last_used)
 
     def oldest(self, slots: Iterable[int]) -> int:
         """The least recently used of these slots."""
         return min(slots, key=lambda slot: (self._prefixes[slot].last_used, slot))
 
     def forget(self, slot: int) -> None:
-        self._prefixes[slot] = _CachedPrefix()
+        self._prefixes[slot] = CachedPrefix()
 
     def touch(self, slot: int) -> None:
         self._clock += 1
         self._prefixes[slot].last_used = self._clock
 
     def clear(self) -> None:
-        self._prefixes = [_CachedPrefix() for _ in self._prefixes]
+        self._prefixes = [CachedPrefix() for _ in self._prefixes]
 
     def _uses_long_factors(self, total: int) -> bool:
         return self._switch is not None and total > self._switch
@@ -177,6 +197,7 @@ class Scheduler:
         self.switch = switch_length(decoder.config)
         most = decoder.max_checkpoints if decoder.config.has_states else None
         self.prefixes = PrefixCache(decoder.max_batch, decoder.prefix_block_size, self.switch, most)
+        self.saved: list[SavedPrompt] = []  # prompts on disk
         self._num_requests = 0
         self._out_of_pages = False  # the first waiting request lacks cache pages; reset when a request ends
         self._failed: list[Request] = []  # requests that failed in this step, while the slots of the others are valid
@@ -341,6 +362,8 @@ class Scheduler:
             tokens = tokens[: request.num_prefilled]
         sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
         idle = [slot for slot, other in enumerate(self.slots) if other is None]
+        if self.saved and not request.needs_prompt_scores:
+            self._load_saved(tokens, sparse, request.sparsity, self.prefixes.oldest(idle))
         slot, source, length = self.prefixes.choose(tokens, sparse, request.sparsity, idle)
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
@@ -368,7 +391,7 @@ class Scheduler:
                 self.levels.use(request.sparsity)
                 self.decoder.prepare(list(batch), shortest + 1, longest, sampled=sampled)
         began = time.perf_counter()
-        states = self.prefixes.states(source, length)
+        states = self.prefixes.prefix(source).states.get(length, ())
         if source != slot or states:
             self.decoder.copy(source, slot, length, states)
         self.prefixes.note(slot, tokens[:length], len(tokens), sparse, request.sparsity, source)
@@ -378,6 +401,23 @@ class Scheduler:
         self.sequence = torch.tensor(tokens, dtype=torch.int64)
         self.prefilling, self.at_fault = request, []
         return True
+
+    def _load_saved(self, tokens: Sequence[int], sparse_from: int, sparsity: float | None, slot: int) -> None:
+        """Load the saved prompt that begins like ``tokens`` for longest into an idle slot, if for longer than every slot's."""
+        lengths = {self.prefixes.reusable(one.prefix, tokens, sparse_from, sparsity): one for one in self.saved}
+        saved = lengths[length := max(lengths)]
+        if length <= self.prefixes.choose(tokens, sparse_from, sparsity, [slot])[2] or not self._allocate(slot, length):
+            return
+        self.prefixes.forget(slot)
+        try:
+            states = saved.load(self.decoder.cache, slot, length)
+        except WisparseError as error:
+            self.saved.remove(saved)
+            log.warning("ignored: %s", error)
+            return
+        self.prefixes.note(slot, tokens[:length], len(tokens), saved.prefix.sparse_from, saved.prefix.sparsity)
+        if states:
+            self.prefixes.keep(slot, states)
 
     def append(self, request: Request, token: int, now: float) -> bool:
         """Append a sampled token; False if the request failed."""

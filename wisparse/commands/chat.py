@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError
-from wisparse.formats.folder import write_file
-from wisparse.formats.guard import expand
+from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError, WisparseError
+from wisparse.formats.folder import require_writable, write_file
+from wisparse.formats.guard import expand, expect
 
 from .. import options as shared
 
@@ -29,6 +31,7 @@ _QUOTES = '"""'
 @click.command("chat")
 @click.argument("bundle", type=shared.FOLDER_OR_ID)
 @click.option("--prompt-file", help="File with the first message; the next ones are typed.")
+@click.option("--session", help="File of the conversation: written at the end, gone on with if it exists.")
 @shared.loading_options
 @shared.speculative_option("auto")
 @shared.sampling_options
@@ -37,6 +40,7 @@ _QUOTES = '"""'
 def command(
     bundle: str,
     prompt_file: str | None,
+    session: str | None,
     verbose: bool,
     system_prompt: str | None,
     chat_template: str | None,
@@ -52,6 +56,7 @@ def command(
     wisparse chat out
     wisparse chat USER/NAME --system-prompt "Answer in one sentence."
     wisparse chat out --prompt-file question.txt
+    wisparse chat out --session talk.safetensors
     """
     shared.set_up_logging(verbose)
     first = None if prompt_file is None else shared.read_text(prompt_file)
@@ -63,12 +68,17 @@ def command(
     if model.text is None or model.text.template is None:
         raise UsageError("this model has no chat template: use wisparse generate to continue a text")
     chat = Chat(model, settings, system_prompt)
+    save = None if session is None else chat.open_session(Path(expand(session)))
     _say(_START)
-    if first is not None:
-        chat.send(first)
-    while (message := _read_message()) is not None and chat.take(message):
-        pass
-    _say()
+    try:
+        if first is not None:
+            chat.send(first)
+        while (message := _read_message()) is not None and chat.take(message):
+            pass
+        _say()
+    finally:
+        if save is not None:
+            save()
 
 
 def _say(text: str = "") -> None:
@@ -93,6 +103,56 @@ class Chat:
             "/reset": ("", "forget the conversation", self._reset),
             "/exit": ("", "leave", lambda _: False),
         }
+
+    def open_session(self, path: Path) -> Callable[[], None] | None:
+        """Go on with the conversation in a file, if there is one. Returns a function that saves it; None, with a line, if
+        the file is no such one."""
+        from wisparse.runtime.generation.prompt_files import PromptFile, fingerprint, save
+
+        require_writable(path.parent, f"--session: {path}", "choose another file", path.name)
+        engine = self._model.engine
+        digest, scheduler = fingerprint(self._model.bundle, engine.decoder), engine.scheduler
+
+        def write() -> None:
+            try:
+                if self.messages:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    talk = {"messages": self.messages, "system": self._system}
+                    engine.call(lambda: save(path, scheduler, scheduler.prefixes.newest(), digest, talk))
+                else:
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                _say(f"--session: {path}: {error.strerror or error}")
+
+        if os.path.lexists(path):
+            try:
+                found = PromptFile.open(path)
+                messages: Any = found.conversation.get("messages")
+                system: Any = found.conversation.get("system")
+                known = (
+                    isinstance(messages, list)
+                    and isinstance(system, str | None)
+                    and all(
+                        isinstance(one, dict)
+                        and one.keys() == {"role", "content"}
+                        and {*map(type, one.values())} == {str}
+                        for one in messages
+                    )
+                )
+                expect(known, f"{path.name}: messages", "texts by role", messages)
+            except WisparseError as error:
+                _say(f"--session: ignored, and will not be written: {error}")
+                return None
+            self.messages, self._system = messages, system if self._system is None else self._system
+            try:
+                found.check(engine.decoder, digest)
+                scheduler.saved.append(found)
+            except WisparseError as error:
+                _say(f"--session: the conversation is read again: {error}")
+            _say(f"{len(messages)} messages of {path}; /reset forgets them")
+        for number in (signal.SIGHUP, signal.SIGTERM):  # also written when the terminal is closed
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        return write
 
     def take(self, message: str) -> bool:
         """Run a command, or answer a message; False to leave."""

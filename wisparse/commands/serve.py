@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import shown
+from wisparse.formats.guard import expand, shown
 
 from .. import options as shared
 
@@ -62,6 +62,8 @@ _KEY_FILE = f"File with the API key that clients have to send.  [default: the va
     ("--max-batch", BatchSize(), "auto", _BATCH),
     ("--kv-cache-memory-bytes", click.IntRange(min=1), None, _MEMORY),
     ("--state-checkpoints", click.IntRange(min=0), None, _CHECKPOINTS),
+    ("--prompt-cache", str, None, "Folder to keep cached prompts in while the server is stopped."),
+    ("--prompt-cache-bytes", click.IntRange(min=1), 4 << 30, "Most bytes in the folder of --prompt-cache."),
     ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait; more are refused (429)."),
     ("--api-key-file", click.Path(exists=True, dir_okay=False), None, _KEY_FILE),
 )
@@ -72,7 +74,7 @@ _KEY_FILE = f"File with the API key that clients have to send.  [default: the va
 @shared.loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
-    state_checkpoints: int | None, max_queue: int, api_key_file: str | None,
+    state_checkpoints: int | None, prompt_cache: str | None, prompt_cache_bytes: int, max_queue: int, api_key_file: str | None,
     hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, chat_template: str | None, verbose: bool,
     **loading: Any,
 ) -> None:  # fmt: skip
@@ -112,6 +114,11 @@ def command(
         model = load(opened, speculative=speculative_config, **sizes, **loading)
         if chat_template is not None:
             model.tokenizer.select_template(chat_template)
+        prompts = None
+        if prompt_cache is not None:
+            from wisparse.runtime.generation.prompt_files import PromptFolder
+
+            prompts = PromptFolder(Path(expand(prompt_cache)), model.engine.scheduler, model.bundle, prompt_cache_bytes)
         address = f"[{host}]" if ":" in host else host
         decoder = model.decoder
         serving = (
@@ -129,6 +136,8 @@ def command(
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             # No traceback from the interpreter's shutdown.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if prompts is not None:
+            model.engine.call(prompts.save)
 
 
 def read_api_key(file: str | None) -> str | None:
