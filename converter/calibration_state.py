@@ -230,25 +230,30 @@ def block_inputs(
 @torch.no_grad()
 def final_thresholds(
     calib: CalibrationState, scales: Mapping[str, Tensor], allocation: Mapping[str, float], advance: Callable[[], None]
-) -> dict[str, tuple[float, float]]:
-    """Per projection (threshold, fraction of the scores below it), in order of execution. A projection's threshold is
-    taken from its inputs with all projections before it masked at their final thresholds. From the dense model's inputs
+) -> dict[str, tuple[float, float, float]]:
+    """Per projection (threshold, fraction of the scores below it, fraction of exact zeros in the input, which is counted
+    where the activation has them), in order of execution. A projection's threshold is taken from its inputs with all projections before it masked at their final thresholds. From the dense model's inputs
     it would drop up to a point more than asked for, since sparse inputs are smaller."""
     flow, masked, processes = calib.flow, calib.masked, calib.processes
     for name, scale in scales.items():
         masked.set_scale(name, scale)
-    result: dict[str, tuple[float, float]] = {}
+    result: dict[str, tuple[float, float, float]] = {}
+    relu = flow.config.activation == "relu2"
+    zeros = {one.name for one in flow.config.projections() if relu and one.role.endswith("down_proj")}
 
     def decide(name: str, x: Rows, first: bool) -> None:
         """Set the result from the inputs at the counted tokens; ``first``: these are the normalised embeddings."""
-        result[name] = (0.0, 0.0)
+        result[name] = (0.0, 0.0, 0.0)
         if allocation[name] > 0.0:
             scores = Scores(x, scales[name], processes)
             gaps = Gaps(scores, allocation[name])
             if first:
                 _add_vocabulary(gaps, calib, name, scales[name])
             threshold = gaps.threshold()
-            result[name] = (threshold, gaps.dropped(threshold) / scores.total)
+            result[name] = (threshold, gaps.dropped(threshold) / scores.total, 0.0)
+        if name in zeros:
+            sums = processes.add(torch.stack(((x.x == 0).sum(), torch.tensor(x.x.numel(), device=x.x.device))))
+            result[name] = (*result[name][:2], int(sums[0]) / int(sums[1]))
 
     hidden = flow.start()
     with masked.masking({}):

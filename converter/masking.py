@@ -215,7 +215,7 @@ def sparsify(
     handles: list[Any] = [decoder.register_forward_pre_hook(choose_tokens, with_kwargs=True), Release(experts.values())]
     for name, module in projections.items():
         mask = bundle.masks[name]
-        if mask.sparsity > 0:
+        if mask.sparsity > 0 and bundle.sparsity:
             handles.append(module.register_forward_pre_hook(_Mask(name, shared, mask.channel_scale, mask.threshold)))
     setattr(model, _HANDLES, handles)
     # save_pretrained would copy the entry into a checkpoint that has no sidecar.

@@ -177,7 +177,7 @@ class Gaps:
         window = Window(scores, first, last)
         (low, below, through), (high, _, _) = window.at(first), window.at(last)
         if not low < high:
-            up = through - wanted < wanted - below
+            up = low == 0 or through - wanted < wanted - below  # zeros are dropped for nothing
             neighbour = through if up else below - 1
             high, low = (math.inf, low) if up else (low, 0.0)  # without a neighbour
             if 0 <= neighbour < total:
@@ -198,7 +198,8 @@ class Gaps:
         values = torch.cat(self._processes.gather(local)).unique().double()
         if len(values) < 2 or values[-1] == math.inf:
             # All scores are equal: they are kept or dropped together.
-            return float(values[0]) if len(values) < 2 else next_float(float(values[-2]))
+            last = float(values[0]) if len(values) < 2 else next_float(float(values[-2]))
+            return max(last, torch.finfo(torch.float32).tiny) if last else last  # bundles have no subnormal thresholds
         gaps = (values[1:] - values[:-1]) / values[1:]
         widest = int((gaps == gaps.max()).nonzero()[0])
         below, above = float(values[widest]), float(values[widest + 1])

@@ -60,6 +60,9 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|pickle|ckpt)", re.IGNORE
 # Sparsities that differ by less are equal, for rounding.
 _SAME_SPARSITY = 1e-6
 ROTATION = "rotation"  # a tensor of the sidecar
+# Share of exact zeros in a projection's input from which the dense model does not read their channels either. Below it a
+# GPU's dense product is as fast.
+LEAST_ZEROS = 0.4
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
@@ -69,7 +72,7 @@ class ProjectionMask:
 
     scale: Tensor | np.ndarray[Any, Any]  # `channel_scale`; converted to a tensor at its first use
     threshold: float  # keep a channel if ``|x| * channel_scale`` is at least this; finite, >= 0, a float32 value
-    sparsity: float  # fraction of dropped channels, in [0, 0.95]; 0 is dense, with threshold 0
+    sparsity: float  # fraction of dropped channels, in [0, 0.95] as stored; 0 is dense, with threshold 0
     # Of a graded weight: the threshold of each plane, high plane first; ``sparsity`` is the fraction of dropped bits then.
     plane_thresholds: tuple[float, ...] = ()
 
@@ -103,12 +106,17 @@ class Bundle:
 
     @cached_property
     def masks(self) -> Mapping[str, ProjectionMask]:
-        """By projection, of the chosen level; at sparsity 0 they drop nothing."""
-        if self.sparsity in self.levels:
+        """By projection, of the chosen level; at sparsity 0 they drop nothing but inputs that are exactly 0."""
+        if self.sparsity:
             return self.levels[self.sparsity]
-        first = next(iter(self.levels.values()))
-        none = tuple(0.0 for _ in self.recipe.plane_bits)
-        return {name: ProjectionMask(mask.scale, 0.0, 0.0, none) for name, mask in first.items()}
+        found = {}
+        for one in self.recipe.projections:
+            scale, zeros = self.levels[self.recipe.default][one.name].scale, one.zeros
+            # Of a scale of 1, the least threshold that back ends which flush subnormal numbers to zero do not change.
+            threshold, zeros = (_SMALLEST_NORMAL, zeros) if zeros >= LEAST_ZEROS else (0.0, 0.0)
+            planes = (threshold,) * len(self.recipe.plane_bits)
+            found[one.name] = ProjectionMask(np.ones(scale.shape, "f4") if zeros else scale, threshold, zeros, planes)
+        return found
 
     @property
     def bits(self) -> float | None:

@@ -36,13 +36,15 @@ FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0
 
 @dataclass(frozen=True)
 class ProjectionRecipe:
-    """The recipe of one projection; ``realised_sparsity`` is measured on the calibration tokens."""
+    """The recipe of one projection; ``realised_sparsity`` and ``zeros``, the fraction of the inputs that are exactly 0, are
+    measured on the calibration tokens."""
 
     name: str
     sparsity: _Sparsity
     alpha: float
     threshold: float
     realised_sparsity: _Fraction
+    zeros: _Fraction = 0.0  # measured of activations that have zeros (relu²)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def export_onnx(
         "opset": opset,
         "dtype": dtype,
         "num_bytes": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
-        "num_sparse_projections": sum(mask.sparsity > 0 for mask in bundle.masks.values()),
+        "num_sparse_projections": sum(mask.sparsity > 0 for mask in bundle.masks.values()) if bundle.sparsity else 0,
         "check": found,
         "notes": notes,
     }

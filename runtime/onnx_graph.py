@@ -48,6 +48,7 @@ class DecoderGraph:
 
     def __init__(self, bundle: Bundle, opset: int, dtype: str) -> None:
         self.config, self.masks, self.opset, self.dtype = bundle.config, bundle.masks, opset, DTYPES[dtype]
+        self.masked = bundle.sparsity > 0  # else masks only drop exact zeros, which gains nothing here
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, onnx.TensorProto] = {}
         self.weights: dict[str, tuple[str, bool]] = {}  # initializer -> (name in the checkpoint, whether transposed)
@@ -141,7 +142,7 @@ class DecoderGraph:
 
     def project(self, name: str, x: str, bias: bool) -> str:
         mask, weight = self.masks[name], self.weight(f"{name}.weight", transposed=True)
-        if mask.sparsity > 0:
+        if mask.sparsity > 0 and self.masked:
             scale = self.constant(mask.channel_scale.numpy(), f"{name}.channel_scale")
             threshold = self.constant(np.float32(mask.threshold), f"{name}.threshold")
             threshold = self.op("Mul", threshold, self.sparse, name=f"{name}/threshold")

@@ -10,8 +10,6 @@ from operator import eq
 import torch
 from torch import Tensor
 
-from wisparse.formats.weight_types import sparse_from
-
 from ..decoding.decoder import PROMPTS_TOGETHER, next_chunk
 from ..decoding.sampling import SamplingParams, sample
 from .logits import score_tokens
@@ -103,7 +101,7 @@ def _prefill_chunk(scheduler: Scheduler, size: int) -> list[Request]:
         else:
             scheduler.prefilling = None
         return []
-    sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
+    sparse = request.sparse_from
     checkpoints = scheduler.prefixes.checkpoints(len(request.prompt_token_ids), decoder.prefill_chunk)
     stop = min([next_chunk(start, size), total, *(position for position in checkpoints if position > start)])
     scheduler.allocate_or_preempt(request, stop)
@@ -137,7 +135,7 @@ def _prefill_jointly(scheduler: Scheduler, size: int) -> list[Request]:
 
     def joins(other: Request) -> bool:
         count = len(other.prompt_token_ids)
-        dense = sparse_from(other.prefill, count) == count and not other.output_token_ids
+        dense = other.sparse_from == count and not other.output_token_ids
         return dense and count <= min(longest, budget) and not other.needs_prompt_scores
 
     if request is None or not (joins(request) and waiting and joins(waiting[0]) and None in scheduler.slots):

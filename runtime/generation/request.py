@@ -13,7 +13,7 @@ import torch
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
 from wisparse.formats.generation_config import SAMPLING_FIELDS
-from wisparse.formats.weight_types import PREFILL_POLICIES
+from wisparse.formats.weight_types import PREFILL_POLICIES, sparse_from
 
 from ..decoding.sampling import SamplingParams
 from ..thoughts import LogitsMask, ThoughtParser
@@ -309,6 +309,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def sparse_from(self) -> int:
+        """The first masked position of the prompt; at sparsity 0 there is none."""
+        return sparse_from(self.prefill if self.sparsity != 0 else "dense", len(self.prompt_token_ids))
 
     @property
     def needs_prompt_scores(self) -> bool:

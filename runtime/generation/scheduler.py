@@ -16,7 +16,6 @@ import torch
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
-from wisparse.formats.weight_types import sparse_from
 
 from ..decoding.cache import KVCache, RecurrentState
 from ..decoding.decoder import Decoder, check_prompt
@@ -360,7 +359,7 @@ class Scheduler:
         positions = min(len(tokens) + 1, request.max_positions)
         if self.decoder.verifies_alike:  # decoded tokens are decoded again: a prefill rounds differently
             tokens = tokens[: request.num_prefilled]
-        sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
+        sparse = request.sparse_from
         idle = [slot for slot, other in enumerate(self.slots) if other is None]
         if self.saved and not request.needs_prompt_scores:
             self._load_saved(tokens, sparse, request.sparsity, self.prefixes.oldest(idle))

@@ -60,6 +60,8 @@ def inspect(
         model = {**{name: getattr(config, name) for name in names}, "num_bytes": num_bytes, "dtypes": dtypes}
         click.echo(json.dumps({"model": model, **recipe.to_dict()}, indent=2))
         return
+    masks, sizes = opened.at(0).masks, {one.name: one.num_parameters for one in config.projections()}
+    zeros = sum(sizes[name] * mask.sparsity for name, mask in masks.items()) / sum(sizes.values())
     levels = {one: level_name(one, recipe.graded, ".1f") for one in recipe.sparsities}
     shape = f"{config.num_blocks} blocks, hidden {config.hidden_size}, MLP {config.intermediate_size}"
     each = f"{calibration.num_samples} samples of up to {calibration.seq_len} tokens"
@@ -71,6 +73,7 @@ def inspect(
         ("drafts", "by a head for multi-token prediction" if f"{MTP}fc.weight" in opened.checkpoint.tensors else None),
         ("method", recipe.method),
         ("levels", ", ".join(f"{name}{' (the default)' * (one == recipe.default)}" for one, name in levels.items())),
+        ("exact zeros", f"{zeros:.1%} of the weights are not read at sparsity 0 either" if zeros else None),
         ("calibration", f"{calibration.source}: {each} ({calibration.num_tokens:,} in all), seed {calibration.seed}"),
     )
     for name, value in rows:
