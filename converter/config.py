@@ -49,7 +49,7 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
         _require_rope_kept(full, values)
         for key, value in values.items():
             is_model_field = key not in base_defaults or (key == "dtype" and value is not None)
-            if is_model_field and key not in _TOKEN_IDS and not key.startswith("_"):
+            if is_model_field and not _is_infinite(value) and key not in _TOKEN_IDS and not key.startswith("_"):
                 full[key] = value
     full["model_type"] = plain_type
     method = full.get("quantization_config")
@@ -66,6 +66,8 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
 def _respelled(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` with spellings that transformers 5 does not read as the ones that it does."""
     found = dict(config)
+    for key in [key for key, value in found.items() if _is_infinite(value)]:
+        del found[key]
     if "tie_embedding" in found and str(found.get("model_type")).startswith("lfm2"):  # which transformers reads first
         found["tie_word_embeddings"] = found.pop("tie_embedding")
     for key in ("dtype", "torch_dtype"):
@@ -79,6 +81,12 @@ def _respelled(config: Mapping[str, Any]) -> dict[str, Any]:
             # Phi-3's first name of LongRoPE.
             found[key] = {name: "longrope" if value == "su" else value for name, value in rope.items()}
     return found
+
+
+def _is_infinite(value: Any) -> bool:
+    """Whether it is limits without an upper one, in a form that transformers writes, and reads from files only. They are the
+    default."""
+    return isinstance(value, list) and value == [0, {"__float__": "Infinity"}]
 
 
 def _as_declared(config: Mapping[str, Any], declared: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from .errors import UnsupportedModelError
 from .guard import refusals
 
 Activation = Literal["silu", "gelu_tanh", "clamped", "relu2"]
-Mixer = Literal["attention", "delta_net", "short_conv"]  # what mixes the tokens of a block
+Mixer = Literal["attention", "delta_net", "short_conv", "mamba2"]  # what mixes the tokens of a block
 # A config key and an exponent: Gemma's attention scale is query_pre_attn_scalar**-0.5.
 Power = tuple[str, float]
 
@@ -134,8 +134,10 @@ class Architecture:
     layer_types: bool = False
     window: bool = False
     recurrent: str | None = None  # key of ``MIXERS``
+    mamba2: bool = False  # the recurrent blocks are Mamba-2, with keys ``mamba_*``
     # A DeltaNet's projections are ``in_proj_qkvz`` and ``in_proj_ba``, in which the rows of a key head stand together.
     interleaved_delta: bool = False
+    mlp_size: str = "intermediate_size"  # config key of the MLP's width
     # The MLP's width is two thirds of ``intermediate_size`` times ``block_ffn_dim_multiplier``, rounded up to a multiple
     # of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
     adjusted_mlp: bool = False
@@ -146,7 +148,8 @@ class Architecture:
     local_rope: bool = False
     # Config key of each block's base of the rotary angles; 0: no rotary embedding.
     rope_thetas: str | None = None
-    # Blocks without a rotary embedding: ``full`` attention ones, or the config key of a list that is 0 for them.
+    # Blocks without a rotary embedding: ``full`` attention ones, or the config key of a list that is 0 for them; all, unless
+    # the key ``position_embedding_type`` is ``rope``.
     unrotated: str | None = None
     attention_scale: Power | None = None  # factor of the scores; None: head_dim**-0.5
     query_multiplier: Power | None = None  # another factor of the scores
@@ -373,6 +376,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "HyperCLOVAXForCausalLM",
         **{**_GRANITE, "logits_multiplier": ("logits_scaling", 1)},
         norms=Norms(attention_output="post_norm1", mlp_output="post_norm2", outputs_key="use_post_norm"),
+    ),
+    "granitemoehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        **{**_GRANITE, "mlp_bias": False},
+        **_WINDOWS,
+        recurrent="linear_attention",
+        mamba2=True,
+        gate_up=_GATE_UP[1],
+        modules={"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"},
+        mlp_size="shared_intermediate_size",
+        unrotated="position_embedding_type",
+        without=("num_local_experts",),
     ),
     "glm": Architecture("GlmForCausalLM", **_GLM),
     "glm4": Architecture(

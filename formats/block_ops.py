@@ -73,6 +73,12 @@ class ShortConv(Op):
 
 
 @dataclass(frozen=True)
+class Mamba2(Op):
+    """Mamba-2: the projection's output, gates, inputs and steps, to the heads' outputs, gated and normed. Reads and writes the
+    recurrent state."""
+
+
+@dataclass(frozen=True)
 class Activate(Op):
     """activation(gate) * up, of the output of gate and up."""
 
@@ -159,7 +165,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
             found.append(LatentKeys(read, "keys"))
             read = ("keys",)
         attention = GatedAttention if arch.attention_gate else Attention
-        found.append((ShortConv if spec.mixer == "short_conv" else attention)(read, "attended"))
+        found.append({"short_conv": ShortConv, "mamba2": Mamba2}.get(spec.mixer, attention)(read, "attended"))
         if config.latent is not None:
             found.append(LatentValues(("attended",), "attended"))
     add(linear("attended", "o", "o"), "attention_output")
@@ -195,6 +201,7 @@ NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     GatedAttention: ("gates of attention", frozenset({"onnx", "vllm"})),
     LatentKeys: ("multi-head latent attention", frozenset({"numba", "triton", "onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
+    Mamba2: ("Mamba-2 blocks", frozenset({"triton", "onnx", "vllm"})),
     UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),

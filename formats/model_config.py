@@ -128,6 +128,28 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
+class Mamba2:
+    """Dimensions of a model's Mamba-2 blocks; the state of a head is (state_dim, head_dim). ``in_proj`` gives a gate, the
+    convolution's channels (values, then B and C of each group), and each head's step."""
+
+    heads: int  # in groups of the same size that share B and C
+    groups: int
+    head_dim: int
+    state_dim: int
+    taps: int  # kernel size of the causal convolution
+    conv_bias: bool
+    bias: bool  # of the projections
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def mixed_size(self) -> int:
+        return self.inner + 2 * self.groups * self.state_dim
+
+
+@dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention. A token's keys and values are made by ``kv_b_proj`` of a latent of ``rank`` elements,
     and of ``rotary_dim`` rotated ones that all heads share. Both are cached, in place of a KV head's keys and values."""
@@ -195,6 +217,7 @@ class ModelConfig:
     query_scaling: tuple[float, int] | None
     delta_net: DeltaNet | None = None  # of blocks with that mixer, or None
     short_conv: ShortConv | None = None
+    mamba2: Mamba2 | None = None
     per_layer_size: int = 0  # width of per-layer embeddings; 0: none
     latent: Latent | None = None
     output_eps: float | None = None  # of the norms of outputs; None: ``rms_norm_eps``
@@ -263,12 +286,16 @@ class ModelConfig:
         """The maskable projections, of the model or of one block, in the order of execution: all linear layers of the
         blocks, without embeddings and ``lm_head``."""
         arch, hidden, delta, conv = self.architecture, self.hidden_size, self.delta_net, self.short_conv
+        mamba = self.mamba2
         for index in range(self.num_blocks) if block is None else (block,):
             q, kv, inner = self.q_size(index), self.blocks[index].kv_size, self.dense_size(index)
             mixer = self.blocks[index].mixer
             if mixer == "short_conv" and conv is not None:
                 part = "conv"
                 sizes = [("in_proj", hidden, 3 * hidden, conv.bias), ("out_proj", hidden, hidden, conv.bias)]
+            elif mixer == "mamba2" and mamba is not None:
+                part, rows = "mamba", mamba.inner + mamba.mixed_size + mamba.heads
+                sizes = [("in_proj", hidden, rows, mamba.bias), ("out_proj", mamba.inner, hidden, mamba.bias)]
             elif mixer == "delta_net" and delta is not None:
                 part = "linear_attn"
                 outputs = {"in_proj_qkv": delta.mixed_size, "in_proj_z": delta.value_size}
@@ -361,7 +388,7 @@ class ModelConfig:
             require(config.get(key) in (None, False), key, "null or false, the only values known here", config.get(key))
         sizes = ("hidden_size", "vocab_size", "max_position_embeddings")
         dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes}
-        inner = "intermediate_size"
+        inner = arch.mlp_size
         if arch.experts is not None and inner not in config:  # they have no dense MLP
             inner = arch.experts.intermediate_size
         dimensions["intermediate_size"] = dimension(config, inner)
@@ -452,6 +479,7 @@ class ModelConfig:
             query_scaling=query_scaling,
             delta_net=_delta_net(config) if any(block.mixer == "delta_net" for block in blocks) else None,
             short_conv=_short_conv(config) if any(block.mixer == "short_conv" for block in blocks) else None,
+            mamba2=_mamba2(config) if any(block.mixer == "mamba2" for block in blocks) else None,
             per_layer_size=per_layer_size,
             latent=latent,
             output_eps=None if arch.output_eps is None else number(config, arch.output_eps, 0, 1, "a small number"),
@@ -470,7 +498,9 @@ def _blocks(
     for kind in kinds:
         require(kind in (other, "full_attention"), "layer_types", f"{other} or full_attention", kind)
     rotated: list[Any] = [True] * num_blocks
-    if arch.recurrent or (arch.unrotated == "full" and window is not None):
+    if arch.unrotated == "position_embedding_type" and config.get(arch.unrotated) != "rope":
+        rotated = [False] * num_blocks
+    elif arch.recurrent or (arch.unrotated == "full" and window is not None):
         rotated = [(kind == other) != bool(arch.recurrent) for kind in kinds]
     elif arch.unrotated not in (None, "full"):
         rotated = listed(config, arch.unrotated, num_blocks)
@@ -482,7 +512,7 @@ def _blocks(
     for kind, has_rotary, at in zip(kinds, rotated, which, strict=True):
         own = window if kind == other and not arch.recurrent else None
         rotary = 1 if arch.local_rope and own is not None else at
-        mixer = MIXERS.get(kind, "attention")
+        mixer: Mixer = "mamba2" if arch.mamba2 and kind == other else MIXERS.get(kind, "attention")
         blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, mixer, arch.latent))
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
@@ -624,3 +654,20 @@ def _short_conv(config: Mapping[str, Any]) -> ShortConv:
     taps = dimension(config, "conv_L_cache", largest=64)
     require(taps > 1, "conv_L_cache", "2 or more", taps)
     return ShortConv(taps, switch(config, "conv_bias"))
+
+
+def _mamba2(config: Mapping[str, Any]) -> Mamba2:
+    found = Mamba2(
+        heads=dimension(config, "mamba_n_heads"),
+        groups=dimension(config, "mamba_n_groups"),
+        head_dim=dimension(config, "mamba_d_head"),
+        state_dim=dimension(config, "mamba_d_state"),
+        taps=dimension(config, "mamba_d_conv", largest=64),
+        conv_bias=switch(config, "mamba_conv_bias"),
+        bias=switch(config, "mamba_proj_bias"),
+    )
+    require(found.heads % found.groups == 0, "mamba_n_heads", f"a multiple of {found.groups} groups", found.heads)
+    require(found.taps > 1, "mamba_d_conv", "2 or more", found.taps)
+    limit = config.get("time_step_limit")
+    require(limit in (None, [0, math.inf], (0, math.inf)), "time_step_limit", "no limit", limit)
+    return found

@@ -41,7 +41,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]  # of weights (out, in)
     field: str | None = (
-        None  # of `Block`, ``delta.``, ``conv.`` and ``latent.``: of its mixer; None: a projection's, or of no block
+        None  # of `Block`, ``delta.``, ``conv.``, ``mamba.`` and ``latent.``: of its mixer; None: a projection's, or of no block
     )
     norm: bool = False  # the weight of a `Norm`
     wide: bool = False  # float32, whatever the activations' dtype
@@ -111,6 +111,13 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             row("delta.log_rate", "linear_attn.A_log", delta.value_heads),
             row("delta.norm", "linear_attn.norm.weight", delta.value_dim),
         ]
+    elif spec.mixer == "mamba2" and (mamba := config.mamba2) is not None:
+        mixer.append(row("mamba.kernel", "mamba.conv1d.weight", mamba.mixed_size, 1, mamba.taps))
+        if mamba.conv_bias:
+            mixer.append(row("mamba.bias", "mamba.conv1d.bias", mamba.mixed_size))
+        names = {"mamba.dt_bias": "dt_bias", "mamba.log_rate": "A_log", "mamba.skip": "D"}
+        mixer += [row(field, f"mamba.{name}", mamba.heads) for field, name in names.items()]
+        mixer.append(row("mamba.norm", "mamba.norm.weight", mamba.inner))
     elif (conv := config.short_conv) is not None:
         mixer.append(row("conv.kernel", "conv.conv.weight", hidden, 1, conv.taps))
         if conv.bias:

@@ -95,6 +95,8 @@ def state_shapes(config: ModelConfig, block: Block) -> tuple[tuple[int, ...], tu
     """Shapes of the tensors of a block's `RecurrentState`."""
     if config.short_conv is not None and block.mixer == "short_conv":
         return (config.short_conv.taps - 1, config.hidden_size), (0,)
+    if (mamba := config.mamba2) is not None:
+        return (mamba.taps - 1, mamba.mixed_size), (mamba.heads, mamba.state_dim, mamba.head_dim)
     assert config.delta_net is not None
     delta = config.delta_net
     return (delta.taps - 1, delta.mixed_size), (delta.value_heads, delta.key_dim, delta.value_dim)

@@ -88,6 +88,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
     }),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_L_cache": 4}),
+    "granite-hybrid": ("granitemoehybrid", {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 0,
+        "shared_intermediate_size": 88, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2,
+        "mamba_proj_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6,
+        "logits_scaling": 2.5,
+    }),
     "lfm2-bias": ("lfm2", {
         "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True,
     }),

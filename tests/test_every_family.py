@@ -141,6 +141,7 @@ OPERATIONS: dict[type[block_ops.Op], str] = {
     block_ops.DeltaNet: "qwen3.5",
     block_ops.ShortConv: "lfm2",
     **dict.fromkeys((block_ops.LatentQuery, block_ops.LatentKeys, block_ops.LatentValues), "glm4-moe-lite"),
+    block_ops.Mamba2: "granite-hybrid",
     block_ops.Router: "qwen3.5-moe",
     block_ops.Experts: "qwen3.5-moe",
     block_ops.Sum: "gemma4-moe",

@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 
+from .barrier import barrier
 from .intrinsics import (
     ONE,
     ZERO,
@@ -33,7 +34,7 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import AttentionField, DeltaField, ShortConvField, StepField, StoredAs
+from .layout import AttentionField, DeltaField, MambaField, ShortConvField, StepField, StoredAs
 
 _INT8, _E4M3 = np.int8(0), np.uint8(0)
 _CODED_AS_INT8, _CODED_AS_E4M3 = StoredAs.INT8.value, StoredAs.E4M3.value
@@ -360,6 +361,79 @@ def _update(state, new_state, q, k, v, key_dim, value_dim, decay, beta, delta, o
 
 
 @exact
+def _softplus(x):
+    """x from 20 on, as in PyTorch."""
+    return np.float32(math.log1p(math.exp(np.float64(x)))) if x < np.float32(20) else x
+
+
+@exact
+def mamba2(p, row, projected, thread, threads, out, scratch, tag):
+    """Mamba-2 for every row: the convolution of this thread's channels, the states of its heads, the norm of its columns. row:
+    of `MambaRow`; projected: (rows, inner + mixed_size + heads) float32, the gate, the convolution's channels and the steps,
+    which are overwritten; out: (rows, inner); returns the range of columns that this thread writes. scratch: (mixed_size,)."""
+    field, rows = words(row), p[StepField.ROWS]
+    slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
+    buffers, num_slots, taps = field[MambaField.BUFFERS], field[MambaField.SLOTS], field[MambaField.TAPS]
+    heads, groups = field[MambaField.HEADS], field[MambaField.GROUPS]
+    head_dim, state_dim = field[MambaField.HEAD_DIM], field[MambaField.STATE_DIM]
+    inner, of_groups = heads * head_dim, groups * state_dim
+    width = inner + 2 * of_groups
+    stride, kernel = 4 * (inner + width + heads), field[MambaField.KERNEL]
+    size, state_size = (taps - 1) * width * size_of(tag), 4 * heads * state_dim * head_dim
+    lo, hi = span(width, thread, threads), span(width, thread + 1, threads)
+    for b in range(rows):
+        new, convolved = projected + b * stride + 4 * inner, floats(scratch)
+        inputs = field[MambaField.INPUTS] + (positions[b] % buffers * num_slots + slots[b]) * size
+        shifted = field[MambaField.INPUTS] + ((positions[b] + 1) % buffers * num_slots + slots[b]) * size
+        _convolve(new, inputs, shifted, kernel, taps, width, lo, hi - lo, scratch, tag)
+        if field[MambaField.BIAS] != 0:
+            for j in range(lo, hi):
+                convolved[j - lo] += floats(field[MambaField.BIAS])[j]
+        _silu(scratch, hi - lo)
+        for j in range(lo, hi):
+            floats(new)[j] = convolved[j - lo]
+    barrier(p[StepField.TEAM], threads)
+
+    for b in range(rows):
+        at = projected + b * stride
+        mixed, steps = at + 4 * inner, floats(at + 4 * (inner + width))
+        source = field[MambaField.STATES] + (positions[b] % buffers * num_slots + slots[b]) * state_size
+        target = field[MambaField.STATES] + ((positions[b] + 1) % buffers * num_slots + slots[b]) * state_size
+        for h in range(heads * thread // threads, heads * (thread + 1) // threads):
+            step = _softplus(steps[h] + floats(field[MambaField.DT_BIAS])[h])
+            decay, group = exp32(-floats(field[MambaField.RATE])[h] * step), h // (heads // groups)
+            x, y = floats(mixed + 4 * h * head_dim), floats(scratch)
+            skip, gate = floats(field[MambaField.SKIP])[h], floats(at + 4 * h * head_dim)
+            in_, out_ = (
+                floats(mixed + 4 * (inner + group * state_dim)),
+                floats(mixed + 4 * (inner + of_groups + group * state_dim)),
+            )
+            for j in range(head_dim):
+                y[j] = skip * x[j]
+            for i in range(state_dim):
+                old = floats(source + 4 * (h * state_dim + i) * head_dim)
+                new_ = floats(target + 4 * (h * state_dim + i) * head_dim)
+                written, read = step * in_[i], out_[i]
+                for j in range(head_dim):
+                    new_[j] = decay * old[j] + written * x[j]
+                    y[j] += read * new_[j]
+            for j in range(head_dim):
+                gate[j] = y[j] * gate[j] / (ONE + exp32(-gate[j]))
+    barrier(p[StepField.TEAM], threads)
+
+    lo, hi, share = span(inner, thread, threads), span(inner, thread + 1, threads), inner // groups
+    norm = floats(field[MambaField.NORM])
+    for b in range(rows):
+        to = floats(out + 4 * b * inner)
+        for group in range(lo // share, (hi + share - 1) // share):
+            at = projected + b * stride + 4 * group * share
+            factor, first = _rms_factor(at, share, number(p[StepField.EPS])), group * share
+            for j in range(max(lo, first), min(hi, first + share)):
+                to[j] = floats(at)[j - first] * factor * norm[j]
+    return lo, hi
+
+
+@exact
 def delta_net(p, row, x, mixed, thread, threads, out, scratch, tag):
     """Gated DeltaNet of this thread's key heads and their value heads, for every row. row: of `DeltaRow`; x: (rows,
     hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate; out: (rows,
@@ -395,9 +469,9 @@ def delta_net(p, row, x, mixed, thread, threads, out, scratch, tag):
                 _convolve(new, inputs, shifted, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag)
                 _silu(v, value_dim)
                 beta = ONE / (ONE + exp32(-_product(x + 4 * b * hidden, field[DeltaField.B] + 4 * h * hidden, hidden)))
-                step = _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
-                # softplus(x); x from 20 on, as in PyTorch
-                step = np.float32(math.log1p(math.exp(np.float64(step)))) if step < np.float32(20) else step
+                step = _softplus(
+                    _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
+                )
                 head_out, decay = out + 4 * (b * value_size + h * value_dim), exp32(-rate[h] * step)
                 state, size = (
                     field[DeltaField.STATES] + 4 * h * key_dim * value_dim,

@@ -117,6 +117,7 @@ class OpCode(IntEnum):
     PER_LAYER = 10  # Y = projection(activation(gate(X)) * the token's per-layer embedding)
     TAP = 11  # stores X for a draft head
     SHORT_CONV = 12  # Y, divided = c * conv(b * x), of b, c and x X
+    MAMBA2 = 13  # Y, divided = the heads' outputs, gated and normed, of in_proj's output X, which it changes
 
 
 class OpRow(Row):
@@ -187,6 +188,26 @@ class ShortConvRow(Row):
     kernel: Word  # (taps, hidden) float32
     bias: Word  # (hidden,) float32
     inputs: Word  # (buffers, slots, taps - 1, hidden), the base type: the convolution's last inputs
+    buffers: Word  # as of `DeltaRow`
+    slots: Word
+
+
+class MambaRow(Row):
+    """A Mamba-2 block. Tensors are float32 except INPUTS."""
+
+    heads: Word
+    groups: Word
+    head_dim: Word
+    state_dim: Word
+    taps: Word  # of the convolution
+    kernel: Word  # (taps, mixed_size)
+    bias: Word  # (mixed_size,), of the convolution
+    rate: Word  # (heads,)
+    dt_bias: Word  # (heads,)
+    skip: Word  # (heads,)
+    norm: Word  # (heads * head_dim,)
+    inputs: Word  # (buffers, slots, taps - 1, mixed_size), the base type
+    states: Word  # (buffers, slots, heads, state_dim, head_dim)
     buffers: Word  # as of `DeltaRow`
     slots: Word
 
@@ -334,6 +355,7 @@ class StepRow(Row):
 ProjectionField, OpField, AttentionField = positions(ProjectionRow), positions(OpRow), positions(AttentionRow)
 DeltaField, ExpertsField, PerLayerField = positions(DeltaRow), positions(ExpertsRow), positions(PerLayerRow)
 ShortConvField = positions(ShortConvRow)
+MambaField = positions(MambaRow)
 DequantizeField, ProductField, StepField = positions(DequantizeRow), positions(ProductRow), positions(StepRow)
 
 

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .attention import attention, delta_net, rms_norm, short_conv
+from .attention import attention, delta_net, mamba2, rms_norm, short_conv
 from .barrier import barrier
 from .intrinsics import (
     ONE,
@@ -176,6 +176,8 @@ def step(p, base_tag, routed):
             lo, hi = delta_net(p, row, z, x, thread, threads, y, heads, base_tag)
         elif code == OpCode.SHORT_CONV:
             lo, hi = short_conv(p, row, x, thread, threads, y, heads, base_tag)
+        elif code == OpCode.MAMBA2:
+            lo, hi = mamba2(p, row, x, thread, threads, y, heads, base_tag)
         elif code == OpCode.SCALE:
             _scale(y, rows * hidden, number(row))
         elif code == OpCode.PER_LAYER:

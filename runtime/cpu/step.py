@@ -17,6 +17,7 @@ from wisparse.kernels.cpu.layout import (
     AttentionRow,
     DeltaRow,
     ExpertsRow,
+    MambaRow,
     MlpActivation,
     OpCode,
     OpRow,
@@ -176,6 +177,8 @@ class Step:
         if config.delta_net is not None:  # out_proj's input, and ``delta_net``'s scratch memory
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
+        if config.mamba2 is not None:
+            longest = max(longest, config.mamba2.mixed_size)
         planes = max(projection.weight.planes for projection in self._projections)
         listed = longest * planes
         layout, offsets = scratch_layout(rows, config.hidden_size, listed, max(longest, width))
@@ -263,6 +266,8 @@ class Step:
                         fields = {"z": x[1][0], "z_step": x[1][1]}
                     case block_ops.ShortConv():
                         code, y, parameters = OpCode.SHORT_CONV, divided, self._short_conv(index, block)
+                    case block_ops.Mamba2():
+                        code, y, parameters = OpCode.MAMBA2, divided, self._mamba2(index, block)
                     case block_ops.Router():
                         if op.normed:
                             assert block.router_scale is not None
@@ -311,6 +316,19 @@ class Step:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"):
             setattr(row, name, getattr(delta.config, name))
         row.a, row.b, row.dt_bias, row.norm = (_floats(one) for one in (delta.a, delta.b, delta.dt_bias, delta.norm))
+        row.inputs, row.states = cache.recurrent[index].inputs, cache.recurrent[index].state
+        row.buffers, row.slots = cache.buffers, len(cache.lengths)
+        return row
+
+    def _mamba2(self, index: int, block: Block[Any]) -> MambaRow:
+        mamba, cache = block.mamba, self._cache
+        assert mamba is not None
+        row = MambaRow(
+            kernel=mamba.kernel[:, 0].t().float(), rate=mamba.log_rate.float().exp(), bias=_floats(mamba.bias)
+        )
+        for name in ("heads", "groups", "head_dim", "state_dim", "taps"):
+            setattr(row, name, getattr(mamba.config, name))
+        row.dt_bias, row.skip, row.norm = (_floats(one) for one in (mamba.dt_bias, mamba.skip, mamba.norm))
         row.inputs, row.states = cache.recurrent[index].inputs, cache.recurrent[index].state
         row.buffers, row.slots = cache.buffers, len(cache.lengths)
         return row

@@ -48,7 +48,9 @@ class CudaWeights:
         """Bytes of the weights on the device; tied embeddings count once."""
         outside = [self.embedding, self.norm.weight, self.head, self.head_scales]
         outside += [block.router for block in self.blocks]
-        mixers = [mixer for block in self.blocks for mixer in (block.delta, block.conv) if mixer is not None]
+        mixers = [
+            mixer for block in self.blocks for mixer in (block.delta, block.conv, block.mamba) if mixer is not None
+        ]
         outside += [tensor for mixer in mixers for tensor in vars(mixer).values()]
         tensors = {id(tensor): tensor for tensor in outside if isinstance(tensor, Tensor)}
         inside = sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from wisparse.formats import block_ops, model_config
 from wisparse.formats.block_ops import HIDDEN, Op
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.model_config import DeltaNet, ModelConfig
+from wisparse.formats.model_config import DeltaNet, Mamba2, ModelConfig
 from wisparse.formats.tensors import PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION, block_fields
 from wisparse.kernels.reference import keep_mask, soft_cap
 
@@ -163,6 +163,53 @@ class ConvWeights:
         return c * functional.conv1d(inputs.t()[None], self.kernel, self.bias, groups=x.shape[1])[0].t()
 
 
+@dataclass(frozen=True)
+class MambaWeights:
+    """A Mamba-2 block's weights except its projections."""
+
+    config: Mamba2
+    kernel: Tensor  # (mixed_size, 1, taps)
+    dt_bias: Tensor  # (heads,)
+    log_rate: Tensor  # (heads,)
+    skip: Tensor  # (heads,), factor of a head's values in its output
+    norm: Tensor  # (inner,), over each group's outputs
+    eps: float
+    bias: Tensor | None = None  # (mixed_size,), of the convolution
+
+    def __call__(self, projected: Tensor, cached: RecurrentState) -> Tensor:
+        """The next T positions, (T, inner), the input of out_proj; updates ``cached`` in place. projected: of in_proj."""
+        mamba, wide, count = self.config, float_dtype(projected.dtype), len(projected)
+        gate, mixed, steps = projected.split((mamba.inner, mamba.mixed_size, mamba.heads), dim=-1)
+        inputs = torch.cat((cached.inputs, mixed))
+        cached.inputs.copy_(inputs[count:])
+        convolved = functional.conv1d(inputs.t()[None], self.kernel, self.bias, groups=mamba.mixed_size)[0].t()
+        of_group = mamba.groups * mamba.state_dim
+        x, b, c = functional.silu(convolved).to(wide).split((mamba.inner, of_group, of_group), dim=-1)
+        x = x.reshape(count, mamba.heads, -1).transpose(0, 1)
+        each = mamba.heads // mamba.groups
+        b, c = (p.reshape(count, mamba.groups, -1).transpose(0, 1).repeat_interleave(each, dim=0) for p in (b, c))
+        dt = functional.softplus(steps + self.dt_bias).to(wide).t()
+        log_decay = -self.log_rate.to(wide).exp()[:, None] * dt
+        out = _scan(c, b, x * dt[..., None], log_decay, cached.state) + self.skip.to(wide)[:, None, None] * x
+        gated = out.transpose(0, 1).reshape(count, -1).to(projected.dtype).to(wide) * functional.silu(gate.to(wide))
+        groups = gated.view(count, mamba.groups, -1)
+        normed = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.norm * normed.reshape(count, -1).to(projected.dtype)
+
+
+def _scan(c: Tensor, b: Tensor, x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
+    """The selective scan over T positions, in chunks: state = decay * state + b x', output c state; updates ``state`` (heads,
+    state_dim, head_dim) in place. b, c: (heads, T, state_dim); x, output: (heads, T, head_dim); log_decay: (heads, T)."""
+    outputs = []
+    for c_, b_, x_, decay in zip(*(part.split(_CHUNK, dim=1) for part in (c, b, x, log_decay)), strict=True):
+        total = decay.cumsum(1)[..., None]
+        decays = (total - total.transpose(1, 2)).tril().exp().tril()  # (heads, T, T): from position j to i
+        outputs.append(total.exp() * (c_ @ state) + ((c_ @ b_.transpose(1, 2)) * decays) @ x_)
+        last = total[:, -1:]
+        state.copy_(last.exp() * state + ((last - total).exp() * b_).transpose(1, 2) @ x_)
+    return torch.cat(outputs, dim=1)
+
+
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """The gated delta rule over T positions, in chunks: returns (heads, T, value_dim), updates ``state`` (heads, key_dim,
     value_dim) in place. q, k: (heads, T, key_dim), k of norm 1; v: (heads, T, value_dim); log_decay <= 0, beta in
@@ -200,6 +247,7 @@ class Block(Generic[Linear]):
     k_norm: Norm | None = None
     delta: DeltaWeights | None = None  # of a block with this mixer
     conv: ConvWeights | None = None
+    mamba: MambaWeights | None = None
     latent: LatentWeights | None = (
         None  # of multi-head latent attention, with the queries' second projection and its norm
     )
@@ -241,7 +289,7 @@ def read_spec(
     ``dtype``: of the activations."""
     eps = config.rms_norm_eps
     found: dict[str, Any] = {one.name: None for one in fields(Block) if one.default is None and one.name not in ROLES}
-    parts: dict[str, dict[str, Any]] = {"delta": {}, "conv": {}, "latent": {}}
+    parts: dict[str, dict[str, Any]] = {"delta": {}, "conv": {}, "mamba": {}, "latent": {}}
     for field_, one in block_fields(config, index).items():
         mixer, _, name = field_.rpartition(".")
         tensor = read(one.name).to(float_dtype(dtype) if one.wide else dtype)
@@ -258,6 +306,8 @@ def read_spec(
         found["conv"] = ConvWeights(**parts["conv"])
     if parts["latent"] and config.latent is not None:
         found["latent"] = LatentWeights(config.latent, **parts["latent"])
+    if parts["mamba"] and config.mamba2 is not None:
+        found["mamba"] = MambaWeights(config.mamba2, eps=eps, **parts["mamba"])
     return found | {"spec": spec, "ops": block_ops.block_ops(config, index)}
 
 
@@ -380,6 +430,10 @@ def _run(
             ((projected,),) = inputs
             assert block.conv is not None
             return block.conv(projected, at.cache.advance(index, at.slot, at.start, at.start + len(projected)))
+        case block_ops.Mamba2():
+            ((projected,),) = inputs
+            assert block.mamba is not None
+            return block.mamba(projected, at.cache.advance(index, at.slot, at.start, at.start + len(projected)))
         case block_ops.UngatedActivate():
             return functional.relu(inputs[0][0]).square()
         case block_ops.Activate():
