@@ -157,7 +157,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     if spec.mixer == "delta_net":
         found.append(DeltaNet((qkv, n), "attended"))
     else:
-        read = (qkv,)
+        read: tuple[str, ...] = (qkv,)
         if config.latent is not None:
             if config.latent.query_rank:
                 found.append(LatentQuery(read, "query"))
