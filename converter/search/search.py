@@ -34,7 +34,6 @@ DAMAGE_LEVELS: tuple[float, ...] = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
 OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
 # About how many tokens the KL after a stage, and the predicted damage, are measured on.
 _REPORTED_TOKENS, _DAMAGE_TOKENS = 2048, 4096
-_LARGEST_LOGITS = 1 << 27  # elements, of a micro-batch
 # All tokens are one micro-batch if its widest input has at most this many elements: 64 MiB of float32, on a GPU 512.
 _ONE_BATCH = {"cpu": 1 << 24, "cuda": 1 << 27}
 
@@ -51,8 +50,8 @@ class SearchSettings:
     kl_tokens: int | None = None
     greedy_step: float = 0.01  # of a block; TEAL's 5% costs small models a third of the quality (benchmarks/LOG.md)
     refine_steps: int | None = None  # None: from the number of tokens, see `plan_steps`
-    # sequences per forward pass; None: 4, but on a CPU 1 of 16 or more: a backward pass then keeps a small model's activations
-    # in all blocks, and computes none of them twice
+    # sequences per forward pass. None: of 16 sequences or more an eighth, at most 4, as a refinement holds one micro-batch
+    # out; on a CPU 1, as a backward pass then keeps a small model's activations and computes none twice. Of fewer 4
     batch_size: int | None = None
 
 
@@ -90,10 +89,9 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
         self.source, self.tokens, self.settings, self.stages = source, tokens, settings, stages
         kl_tokens = settings.kl_tokens or (16384 if settings.search in ("fisher", "refine") else 4096)
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
-        # A backward pass holds a few float32 tensors (tokens, vocab_size), of at most 512 MiB each.
-        largest = _LARGEST_LOGITS // (source.config.vocab_size * tokens.seq_len)
-        wanted = settings.batch_size or (1 if source.device.type == "cpu" and tokens.num_samples >= 16 else 4)
-        batch_size, processes = max(1, min(wanted, largest)), stages.processes
+        several = 1 if source.device.type == "cpu" else min(4, tokens.num_samples // 8)
+        batch_size = settings.batch_size or (several if tokens.num_samples >= 16 else 4)
+        processes = stages.processes
         with torch.no_grad():
             # `calib` has the first kl_tokens, `all_calib` all; `local_calib` and `all_local` this process's part of them.
             self.calib = CalibrationState(source, tokens, num_samples=num_samples, batch_size=batch_size)

@@ -62,7 +62,9 @@ def launch_count(
     that are not counted; ``expert``: (B, chosen) int32, whose rows of inputs are those of x (B, K) or of pairs
     (B * chosen, K); ``eps``: of the RMSNorm."""
     attention, x = inputs.attention, inputs.x
-    rows, (parts, k) = len(attention.x if x is None else x), linear.scales.shape[-2:]
+    of_rows = x if attention is None else attention.x
+    assert of_rows is not None
+    rows, (parts, k) = len(of_rows), linear.scales.shape[-2:]
     pairs = rows if expert is None else expert.numel()
     read = {} if attention is None else {"kv_splits": attention.x.shape[2], "head_dim": attention.x.shape[3]}
     ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
