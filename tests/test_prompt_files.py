@@ -93,12 +93,16 @@ def test_prompts_are_loaded_while_memory_is_short(
     bundles: dict[str, Bundle], variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = bundles[variant]
-    first = Scheduler(small_chunks(bundle, max_batch=3), bundle)
+    first, folder = Scheduler(small_chunks(bundle, max_batch=3), bundle), tmp_path / "missing" / "below"
+    prompts = PromptFolder(folder, first, bundle, MANY)
+    prompts.save()
+    assert not folder.parent.exists(), "there is nothing to save"
     for seed in range(3):
         run(first, Request(tokens_of(20, seed), 1))
-    PromptFolder(tmp_path, first, bundle, MANY).save()
+    prompts.save()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     scheduler = Scheduler(scarce(bundle, "torch", monkeypatch), bundle)
-    PromptFolder(tmp_path, scheduler, bundle, MANY)
+    PromptFolder(folder, scheduler, bundle, MANY)
     requests = [scheduler.add(Request([*tokens_of(20, seed), 5], 40)) for seed in range(3)]
     run(scheduler)
     assert scheduler.stats.preemptions

@@ -180,12 +180,11 @@ def save(
 
 
 class PromptFolder:
-    """The prompts in a folder that several models may share, of up to ``max_bytes`` in all."""
+    """The prompts in a folder that several models may share, of up to ``max_bytes`` in all. The first prompt makes it."""
 
     def __init__(self, folder: Path, scheduler: Scheduler, bundle: Bundle, max_bytes: int) -> None:
         """Let the scheduler use the folder's prompts of this model. Damaged files are ignored with a warning each."""
         require_writable(folder, "--prompt-cache", "choose another folder")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._scheduler, self._max_bytes = folder, scheduler, max_bytes
         self._digest = fingerprint(bundle, scheduler.decoder)
         self._name = f"wisparse-{self._digest[:16]}-"
@@ -209,6 +208,7 @@ class PromptFolder:
                 for old in scheduler.saved:  # of which this one is the continuation
                     if old.prefix.tokens == tokens[: len(old.prefix.tokens)]:
                         old.path.unlink(missing_ok=True)
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 name = hashlib.sha256(json.dumps([tokens, prefix.sparse_from, prefix.sparsity]).encode()).hexdigest()
                 save(self._folder / f"{self._name}{name[:16]}.safetensors", scheduler, slot, self._digest)
             for path in sorted(self._folder.glob(_FILES), key=lambda path: path.stat().st_mtime, reverse=True):

@@ -109,7 +109,8 @@ class Chat:
         the file is no such one."""
         from wisparse.runtime.generation.prompt_files import PromptFile, fingerprint, save
 
-        require_writable(path.parent, f"--session: {path}", "choose another file", path.name)
+        require_writable(path.parent, "--session", "choose another file", path.name)
+        shortened = f"{str(path)!r:.200}"
         engine = self._model.engine
         digest, scheduler = fingerprint(self._model.bundle, engine.decoder), engine.scheduler
 
@@ -122,7 +123,7 @@ class Chat:
                 else:
                     path.unlink(missing_ok=True)
             except OSError as error:
-                _say(f"--session: {path}: {error.strerror or error}")
+                _say(f"--session: {shortened}: {error.strerror or error}")
 
         if os.path.lexists(path):
             try:
@@ -149,7 +150,7 @@ class Chat:
                 scheduler.saved.append(found)
             except WisparseError as error:
                 _say(f"--session: the conversation is read again: {error}")
-            _say(f"{len(messages)} messages of {path}; /reset forgets them")
+            _say(f"{len(messages)} messages of {shortened}; /reset forgets them")
         for number in (signal.SIGHUP, signal.SIGTERM):  # also written when the terminal is closed
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         return write

@@ -136,7 +136,7 @@ def command(
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             # No traceback from the interpreter's shutdown.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if prompts is not None:
+        if prompts is not None and not model.engine.closed:
             model.engine.call(prompts.save)
 
 
