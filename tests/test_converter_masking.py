@@ -53,7 +53,8 @@ def test_tokens_are_our_runtimes(variant: str, policy: str, variant_bundle: Call
     prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]
     expected = [runtime_tokens(tiny, prompt, 16, sparse_from(policy, len(prompt))) for prompt in prompts]
     assert [generate(model, [prompt], 16)[0] for prompt in prompts] == expected
-    if variant != "lfm2-bias":  # transformers lets the bias of in_proj into the convolution at padding
+    # transformers lets the bias of in_proj into the convolution at padding.
+    if variant not in ("lfm2-bias", "granite-hybrid"):
         assert generate(model, prompts, 16) == expected  # left-padded, in one batch
     if policy == "all":
         tokens = torch.arange(3, 20)[None]

@@ -154,7 +154,11 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> N
     source: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": 7, "num_attention_heads": 160}
     source |= {"hidden_size": 320, "use_sliding_window": model_type != "iquestcoder", "max_window_layers": 3}
     source |= {"hidden_size_per_layer_input": 0, "head_dim": 8} if "gemma4" in model_type else {}
-    source |= {"layer_types": ["conv"] * 6 + ["full_attention"]} if model_type == "lfm2_moe" else {}
+    source |= {  # without these transformers' own default cannot run, or is refused
+        "lfm2_moe": {"layer_types": ["conv"] * 6 + ["full_attention"]}, "glm4_moe": {"head_dim": 8},
+        "granitemoehybrid": {"num_local_experts": 0}, "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+        "deepseek_v2": {"num_experts_per_tok": 2}, "deepseek_v3": {"n_group": 1, "topk_group": 1},
+    }.get(model_type, {})
     if model_type in WRAPPERS:
         inner = next(iter(WRAPPERS[model_type]))
         source = {"model_type": model_type, "text_config": {**source, "model_type": inner}}
@@ -167,8 +171,13 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> N
     theirs.allow_global_per_layer_attribute_access = True  # what blocks without a word of their own have
     if model_type not in ("iquestcoder", "internlm3"):  # transformers runs Llama's class
         assert type(theirs).__name__.startswith(config.architecture.class_name.removesuffix("ForCausalLM"))
-    assert config.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
-    assert config.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    if (latent := config.latent) is not None:
+        sizes = latent.rank, latent.query_rank, latent.key_dim, latent.rotary_dim, latent.value_dim
+        ranks = theirs.kv_lora_rank, theirs.q_lora_rank or 0, theirs.qk_nope_head_dim
+        assert sizes == (*ranks, theirs.qk_rope_head_dim, theirs.v_head_dim)
+    else:
+        assert config.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+        assert config.head_dim == (getattr(theirs, "head_dim", None) or 2)
     assert (config.rms_norm_eps, config.vocab_size) == (getattr(theirs, config.architecture.eps), theirs.vocab_size)
     kinds = ("full_attention", "sliding_attention") if config.architecture.local_rope else (None,)
     ropes = [theirs.rope_parameters[kind] if kind else theirs.rope_parameters for kind in kinds]
