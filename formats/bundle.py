@@ -107,15 +107,16 @@ class Bundle:
     @cached_property
     def masks(self) -> Mapping[str, ProjectionMask]:
         """By projection, of the chosen level; at sparsity 0 they drop nothing but inputs that are exactly 0."""
-        if self.sparsity:
+        skipped = {one.name: one.zeros for one in self.recipe.projections if one.zeros >= LEAST_ZEROS}
+        if self.sparsity or (0.0 in self.levels and not skipped):
             return self.levels[self.sparsity]
-        found = {}
-        for one in self.recipe.projections:
-            scale, zeros = self.levels[self.recipe.default][one.name].scale, one.zeros
-            # Of a scale of 1, the least threshold that back ends which flush subnormal numbers to zero do not change.
-            threshold, zeros = (_SMALLEST_NORMAL, zeros) if zeros >= LEAST_ZEROS else (0.0, 0.0)
-            planes = (threshold,) * len(self.recipe.plane_bits)
-            found[one.name] = ProjectionMask(np.ones(scale.shape, "f4") if zeros else scale, threshold, zeros, planes)
+        found, planes = {}, len(self.recipe.plane_bits)
+        for name, mask in self.levels[self.recipe.default].items():
+            found[name] = ProjectionMask(mask.scale, 0.0, 0.0, (0.0,) * planes)
+            if (zeros := skipped.get(name)) is not None:
+                # Of a scale of 1, the least threshold that back ends which flush subnormal numbers to zero do not change.
+                scale, least = np.ones(mask.scale.shape, "f4"), _SMALLEST_NORMAL
+                found[name] = ProjectionMask(scale, least, zeros, (least,) * planes)
         return found
 
     @property

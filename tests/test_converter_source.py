@@ -155,9 +155,12 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> N
     source |= {"hidden_size": 320, "use_sliding_window": model_type != "iquestcoder", "max_window_layers": 3}
     source |= {"hidden_size_per_layer_input": 0, "head_dim": 8} if "gemma4" in model_type else {}
     source |= {  # without these transformers' own default cannot run, or is refused
-        "lfm2_moe": {"layer_types": ["conv"] * 6 + ["full_attention"]}, "glm4_moe": {"head_dim": 8},
-        "granitemoehybrid": {"num_local_experts": 0}, "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
-        "deepseek_v2": {"num_experts_per_tok": 2}, "deepseek_v3": {"n_group": 1, "topk_group": 1},
+        "lfm2_moe": {"layer_types": ["conv"] * 6 + ["full_attention"]},
+        "glm4_moe": {"head_dim": 8},
+        "granitemoehybrid": {"num_local_experts": 0},
+        "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+        "deepseek_v2": {"num_experts_per_tok": 2},
+        "deepseek_v3": {"n_group": 1, "topk_group": 1},
     }.get(model_type, {})
     if model_type in WRAPPERS:
         inner = next(iter(WRAPPERS[model_type]))
