@@ -80,7 +80,9 @@ def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> l
     return tokens.tolist()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [name for name in VARIANTS if name != "muse-glimmer"]
+)  # refused, as a test of families holds
 def test_tokens_are_our_runtimes(variant_bundle: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
     # 24 tokens take the sliding window (7) and LongRoPE's switch (32 positions) along; prompts of one batch are of
     # different lengths, so LongRoPE's would switch at different times: one by one.
