@@ -26,7 +26,8 @@ _ROWS = 256
 @dataclass(frozen=True)
 class Measured:
     """Dense against sparse over a set of positions: KL(dense || sparse) in nats per token, perplexities (NaN without
-    labels), the fraction of positions with the same most likely token. Standard errors are over sequences; NaN of one."""
+    labels), the fraction of positions with the same most likely token. Standard errors are over sequences, NaN of one; the
+    perplexity's is that of its change from the dense model's."""
 
     num_tokens: int
     kl: float
@@ -104,8 +105,7 @@ def _measured(texts: Sequence[Tensor]) -> Measured:
         return math.exp(value) if value < 700 else math.inf
 
     (kl_mean, kl_stderr), (top1, top1_stderr) = mean_and_error(kl, tokens), mean_and_error(agreeing, tokens)
-    loss_mean, loss_stderr = mean_and_error(loss, labels)
-    perplexity = exp(loss_mean)
+    perplexity, (_, change_stderr) = exp(mean_and_error(loss, labels)[0]), mean_and_error(loss - dense_loss, labels)
     return Measured(
         num_tokens=int(tokens.sum()),
         kl=kl_mean,
@@ -113,7 +113,7 @@ def _measured(texts: Sequence[Tensor]) -> Measured:
         perplexity=perplexity,
         top1_agreement=top1,
         kl_stderr=kl_stderr,
-        perplexity_stderr=perplexity * loss_stderr,
+        perplexity_stderr=perplexity * change_stderr,
         top1_stderr=top1_stderr,
     )
 

@@ -107,8 +107,8 @@ def test_standard_errors_are_the_spread_of_texts() -> None:
         some = [alone[i] for i in torch.randint(len(texts), (len(texts),), generator=generator).tolist()]
         tokens = sum(one.num_tokens for one in some)
         labels = sum(one.num_tokens - 1 for one in some)
-        loss = sum(math.log(one.perplexity) * (one.num_tokens - 1) for one in some) / labels
-        drawn["perplexity"].append(math.exp(loss))
+        change = sum(math.log(one.perplexity / one.dense_perplexity) * (one.num_tokens - 1) for one in some) / labels
+        drawn["perplexity"].append(found.dense_perplexity * math.exp(change))
         for name in ("kl", "top1_agreement"):
             drawn[name].append(sum(getattr(one, name) * one.num_tokens for one in some) / tokens)
     expected = {name: float(torch.tensor(values).std()) for name, values in drawn.items()}

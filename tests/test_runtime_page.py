@@ -235,9 +235,9 @@ def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.M
     tab.until("turns[0]?.answers[0]?.text")
     assert tab.value("by('stop').hidden") is False
     assert tab.value("document.activeElement.id") == "stop"
-    said = answers(tab)
     tab.press("Escape", 27)
     tab.until("by('status').textContent === 'Stopped.'")
+    said = answers(tab)
     go_on.set()
     server.idle()
     assert answers(tab) == said
