@@ -32,7 +32,8 @@ FIGURES: Mapping[str, str] = {
 _LONGEST_HISTORY = 60
 
 # (largest KL in nats per token, least and most of 100 answers that change): greedy answers of 32 tokens that differ anywhere
-# from those of the stored weights without masks. Around the points in benchmarks/results/answers.json (benchmarks/answers.py).
+# from those of the stored weights without masks. Around the points in benchmarks/results/answers.json (benchmarks/answers.py);
+# extrapolated above 0.1.
 CHANGED = (
     (0.001, 10, 30),
     (0.003, 15, 40),
