@@ -155,9 +155,13 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         only_if_any = ("vision_tensors_left_out", "rotation", "plane_bits", "quality", "dequantised_from")
         document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
+        # Left off if not measured, as in bundles that are older than these fields: their digests are without them.
         for row in document.get("quality", {"rows": ()})["rows"]:
             if row["perplexity_stderr"] is None:
                 del row["perplexity_stderr"]
+        for one in (one for level in document["levels"] for one in level["projections"]):
+            if not one["zeros"]:
+                del one["zeros"]
         return {"format_version": FORMAT_VERSION, **document}
 
     @classmethod

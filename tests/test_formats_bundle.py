@@ -29,6 +29,7 @@ from wisparse.commands.bundles import inspect as inspect_command
 from wisparse.commands.bundles import verify as verify_command
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, BundleError, UsageError, WisparseError
+from wisparse.formats.manifest import Recipe, sidecar_metadata
 
 SHARD = "model-00001-of-00001.safetensors"
 SIDECAR = "wisparse.safetensors"
@@ -386,3 +387,17 @@ def test_hostile_bundles(cases: int, seed: int) -> None:
 def test_the_harness_sees_readers_that_check_nothing() -> None:
     summary, _ = _run("-c", CREDULOUS.format(tests=str(TESTS)))
     assert any("other tokens or meaning than the intact bundle" in failure["error"] for failure in summary["failures"])
+
+
+def test_the_digest_of_an_older_bundle_stays_as_it_was() -> None:
+    """Fields that came later are not in a document that lacks them: a change of this digest makes bundles unreadable."""
+    projection = {"name": "model.layers.0.mlp.down_proj", "sparsity": 0.5, "alpha": 1.0, "threshold": 0.25}
+    projection |= {"realised_sparsity": 0.5}
+    calibration = {"source": "s", "num_samples": 1, "seq_len": 2, "seed": 0, "digest": "0" * 64, "num_tokens": 2}
+    levels = [{"sparsity": 0.5, "projections": [projection], "block_sparsities": [0.5]}]
+    document = {"base_model": "a", "base_revision": None, "method": "wisparse", "default": 0.5, "levels": levels}
+    document |= {"format_version": 2, "calibration": calibration, "search": {}, "versions": {}}
+    recipe = Recipe.from_dict(document)
+    assert json.loads(json.dumps(recipe.to_dict())) == document
+    known = "1ba0e24a8e6404c8ff519610901df914b812638905f50271bfbec47057a38366"
+    assert sidecar_metadata(recipe)["recipe_sha256"] == known
