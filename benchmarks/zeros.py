@@ -1,28 +1,32 @@
 """Decoding at sparsity 0 of a model with relu², with and without reading the channels whose input is exactly 0.
 
-    PYTHONPATH=. python benchmarks/zeros.py --device cuda                         # AFM-4.5B's shape
+    PYTHONPATH=. python benchmarks/zeros.py --device cuda                         # width of AFM-4.5B
     PYTHONPATH=. python benchmarks/zeros.py --device cpu --hidden 1024 --blocks 6
 
-Random weights; a bias of up_proj gives the share of zeros. Prints JSON lines: medians of steps, taken in turns, and the largest
-difference of the logits.
+Random weights; a bias of up_proj gives the share of zeros. The model is converted, so its manifest has the shares. Prints
+JSON lines: medians of steps, taken in turns, and the largest difference of the logits.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from unittest import mock
 
 import click
 import torch
-from gpu_models import Several, random_bundle
+from gpu_models import Several, endless_source
+from transformers import ArceeConfig, ArceeForCausalLM
 
-from wisparse.formats.bundle import ProjectionMask
-from wisparse.runtime.cpu.decoder import CpuDecoder
+import wisparse
+from wisparse.formats import bundle as bundles
 
-TINY = torch.finfo(torch.float32).tiny
+VOCABULARY = 16384
 
 
 @click.command()
@@ -33,67 +37,52 @@ TINY = torch.finfo(torch.float32).tiny
 @click.option("--weights", default="native", show_default=True)
 @click.option("--steps", default=40, show_default=True)
 def main(device: str, zeros: list[float], hidden: int, blocks: int, weights: str, steps: int) -> None:
-    shape: dict[str, Any] = {
-        "model_type": "arcee", "hidden_size": hidden, "intermediate_size": hidden * 36 // 5, "num_hidden_layers": blocks,
-        "num_attention_heads": hidden // 128, "num_key_value_heads": max(hidden // 640, 1), "head_dim": 128,
-        "vocab_size": 16384, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "mlp_bias": True,
-        "attention_bias": False, "tie_word_embeddings": False, "dtype": "bfloat16",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }  # fmt: skip
+    config = ArceeConfig(
+        hidden_size=hidden, intermediate_size=hidden * 36 // 5, num_hidden_layers=blocks, head_dim=128,
+        num_attention_heads=hidden // 128, num_key_value_heads=max(hidden // 640, 1), vocab_size=VOCABULARY,
+        max_position_embeddings=512, mlp_bias=True,
+    )  # fmt: skip
     for share in zeros:
-        bundle = random_bundle(shape)
-        random, bias = type(bundle.checkpoint), -NormalDist().inv_cdf(share)
+        with tempfile.TemporaryDirectory() as temporary:
+            source = endless_source(Path(temporary, "source"), VOCABULARY)
+            model = ArceeForCausalLM(config).to(torch.bfloat16)
+            spread = config.initializer_range * math.sqrt(hidden)  # of up_proj's outputs: its inputs are normed
+            for name, parameter in model.named_parameters():
+                if name.endswith("up_proj.bias"):
+                    torch.nn.init.constant_(parameter, -NormalDist().inv_cdf(share) * spread)
+            model.save_pretrained(source)
+            quick = {"search": "uniform", "method": "teal", "rotation": "none", "num_samples": 2, "seq_len": 64}
+            text = Path(__file__)
+            made = wisparse.convert(
+                source, Path(temporary, "out"), sparsity=0.5, calibration=text, device=device, progress=False, **quick
+            )
+            print(json.dumps({"device": device, "weights": weights, **timed(made, device, weights, steps)}), flush=True)
 
-        class Biased(random):  # type: ignore[misc, valid-type]
-            def tensor(self, name: str, device: torch.device | str = "cpu", bias: float = bias) -> torch.Tensor:
-                found = super().tensor(name, device)
-                if name.endswith("bias"):
-                    return torch.full_like(found, bias if "up_proj" in name else 0.0)
-                return torch.ones_like(found) if found.ndim == 1 else found
 
-            def shape(self, name: str) -> tuple[int, ...]:
-                return self.shapes[name]
-
-        bundle.checkpoint.__class__ = Biased
-        if device == "cpu":
-            kind: Any = CpuDecoder
-        else:
-            from wisparse.runtime.cuda.decoder import CudaDecoder as kind
-        decoder = kind(
-            bundle,
-            device=torch.device(device),
-            dtype=torch.bfloat16,
-            max_seq_len=steps + 40,
-            max_batch=1,
-            weights=weights,
-        )
-        skipping = {
-            name: ProjectionMask(mask.scale, TINY, share) if name.endswith("down_proj") else mask
-            for name, mask in bundle.masks.items()
-        }
+def timed(made: Path, device: str, weights: str, steps: int) -> dict[str, object]:
+    options = {"device": device, "weights": weights, "sparsity": 0.0, "max_batch": 1, "max_seq_len": steps + 40}
+    with mock.patch.object(bundles, "LEAST_ZEROS", 2.0):
+        dense = wisparse.load(made, **options)
+    with dense, wisparse.load(made, **options) as skipping:
         times: dict[str, list[float]] = {"dense": [], "skipping": []}
-        logits: dict[str, torch.Tensor] = {}
+        logits, unread = {}, None
         for turn in range(4):
-            for name, masks in zip(times, (bundle.masks, skipping), strict=True):
-                decoder.set_masks(masks)
+            for name, model in zip(times, (dense, skipping), strict=True):
+                decoder, rows = model.decoder, []
                 decoder.measure_sparsity(turn == 0)
                 decoder.prefill(0, torch.arange(8), 8)
-                rows = []
                 for step in range(steps):
                     began = time.perf_counter()
                     rows.append(decoder.decode(torch.tensor([step + 9])).float().cpu())
                     times[name] += [time.perf_counter() - began] * (turn > 0)
                 if turn == 0:
                     logits[name], unread = torch.cat(rows), decoder.realised_sparsity()
-        ms = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-        largest = float((logits["dense"] - logits["skipping"]).abs().max())
-        about = {"device": device, "weights": weights, "zeros": share, "unread": unread, "step_ms": ms}
-        faster = ms["dense"] / ms["skipping"]
-        print(
-            json.dumps(
-                about | {"times_as_fast": faster, "difference": largest, "logit": float(logits["dense"].abs().max())}
-            )
-        )
+    ms = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    shares = [one.zeros for one in bundles.Bundle.open(made).recipe.projections if one.zeros]
+    return {
+        "zeros": statistics.mean(shares), "unread": unread, "step_ms": ms, "times_as_fast": ms["dense"] / ms["skipping"],
+        "difference": float((logits["dense"] - logits["skipping"]).abs().max()), "logit": float(logits["dense"].abs().max()),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
