@@ -15,8 +15,9 @@ from wisparse.formats.errors import UsageError
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.generate import generate_step
+from wisparse.runtime.generation.prefixes import PrefixCache
 from wisparse.runtime.generation.request import Request
-from wisparse.runtime.generation.scheduler import PrefixCache, Scheduler
+from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import SpeculativeConfig
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.

@@ -30,7 +30,8 @@ from wisparse.formats.tensor_file import STORED_DTYPES, Entry, TensorFile, build
 
 from ..decoding.cache import KVCache, RecurrentState
 from ..decoding.decoder import Decoder
-from .scheduler import CachedPrefix, Scheduler
+from .prefixes import CachedPrefix
+from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
