@@ -631,12 +631,18 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
         value_heads=dimension(config, "linear_num_value_heads"),
         key_dim=dimension(config, "linear_key_head_dim"),
         value_dim=dimension(config, "linear_value_head_dim"),
-        taps=dimension(config, "linear_conv_kernel_dim", largest=64),
+        taps=_taps(config, "linear_conv_kernel_dim"),
     )
     multiple = f"a multiple of linear_num_key_heads ({found.key_heads})"
     require(found.value_heads % found.key_heads == 0, "linear_num_value_heads", multiple, found.value_heads)
-    require(found.taps > 1, "linear_conv_kernel_dim", "2 or more", found.taps)
     return found
+
+
+def _taps(config: Mapping[str, Any], key: str) -> int:
+    """Kernel size of a causal convolution."""
+    taps = dimension(config, key, largest=64)
+    require(taps > 1, key, "2 or more", taps)
+    return taps
 
 
 def _latent(config: Mapping[str, Any]) -> Latent:
@@ -651,9 +657,7 @@ def _latent(config: Mapping[str, Any]) -> Latent:
 
 
 def _short_conv(config: Mapping[str, Any]) -> ShortConv:
-    taps = dimension(config, "conv_L_cache", largest=64)
-    require(taps > 1, "conv_L_cache", "2 or more", taps)
-    return ShortConv(taps, switch(config, "conv_bias"))
+    return ShortConv(_taps(config, "conv_L_cache"), switch(config, "conv_bias"))
 
 
 def _mamba2(config: Mapping[str, Any]) -> Mamba2:
@@ -662,12 +666,11 @@ def _mamba2(config: Mapping[str, Any]) -> Mamba2:
         groups=dimension(config, "mamba_n_groups"),
         head_dim=dimension(config, "mamba_d_head"),
         state_dim=dimension(config, "mamba_d_state"),
-        taps=dimension(config, "mamba_d_conv", largest=64),
+        taps=_taps(config, "mamba_d_conv"),
         conv_bias=switch(config, "mamba_conv_bias"),
         bias=switch(config, "mamba_proj_bias"),
     )
     require(found.heads % found.groups == 0, "mamba_n_heads", f"a multiple of {found.groups} groups", found.heads)
-    require(found.taps > 1, "mamba_d_conv", "2 or more", found.taps)
     limit = config.get("time_step_limit")
     require(limit in (None, [0, math.inf], (0, math.inf)), "time_step_limit", "no limit", limit)
     return found
