@@ -1,5 +1,6 @@
 """Prompts kept on disk: the same tokens as without them, whatever a file holds."""
 
+import errno
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import stat
 import struct
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -76,6 +78,9 @@ def test_prompts_serve_after_a_restart(
     # The next turn's file replaces the one it goes on from; files of other models stay, up to the size.
     scheduler, folder = started()
     run(scheduler, Request([*TEXT, 7, 8, 9, *tokens_of(9, 5)], 1))
+    with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "no space left")):
+        folder.save()
+    assert sorted(tmp_path.iterdir()) == files, "nothing is lost where nothing can be written"
     folder.save()
     assert len(list(tmp_path.iterdir())) == 2
     other = tmp_path / f"wisparse-{'0' * 16}-{'1' * 16}.safetensors"

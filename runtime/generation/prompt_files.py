@@ -206,12 +206,13 @@ class PromptFolder:
                 tokens = [*prefix.tokens]
                 if len(tokens) < _FEWEST_TOKENS:
                     continue
-                for old in scheduler.saved:  # of which this one is the continuation
-                    if old.prefix.tokens == tokens[: len(old.prefix.tokens)]:
-                        old.path.unlink(missing_ok=True)
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 name = hashlib.sha256(json.dumps([tokens, prefix.sparse_from, prefix.sparsity]).encode()).hexdigest()
-                save(self._folder / f"{self._name}{name[:16]}.safetensors", scheduler, slot, self._digest)
+                path = self._folder / f"{self._name}{name[:16]}.safetensors"
+                save(path, scheduler, slot, self._digest)
+                for old in scheduler.saved:  # of which this one is the continuation
+                    if old.path != path and old.prefix.tokens == tokens[: len(old.prefix.tokens)]:
+                        old.path.unlink(missing_ok=True)
             for path in sorted(self._folder.glob(_FILES), key=lambda path: path.stat().st_mtime, reverse=True):
                 total += path.stat().st_size
                 if total > self._max_bytes:
