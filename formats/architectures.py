@@ -13,6 +13,9 @@ from .guard import refusals
 
 Activation = Literal["silu", "gelu_tanh", "clamped", "relu2"]
 Mixer = Literal["attention", "delta_net", "short_conv", "mamba2"]  # what mixes the tokens of a block
+DenseBlocks = Literal[
+    "decoder_sparse_step", "mlp_layer_types", "num_dense_layers", "first_k_dense_replace", "moe_layer_interval"
+]
 # A config key and an exponent: Gemma's attention scale is query_pre_attn_scalar**-0.5.
 Power = tuple[str, float]
 
@@ -73,12 +76,7 @@ class ExpertsLayout:
     shared_gate: str | None = None  # a block's tensor (1, H) that gates it
     # Config key by which some blocks have a dense MLP: every so many blocks have experts, but for ``mlp_only_layers``; each
     # block's kind, ``dense`` or ``sparse``; the number of first blocks; or every so many from one block to another.
-    dense_blocks: (
-        Literal[
-            "decoder_sparse_step", "mlp_layer_types", "num_dense_layers", "first_k_dense_replace", "moe_layer_interval"
-        ]
-        | None
-    ) = None
+    dense_blocks: DenseBlocks | None = None
     module: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"

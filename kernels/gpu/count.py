@@ -48,6 +48,7 @@ def _count_kernel(
     for plane in tl.static_range(PLANES):
         kept += (live & ~is_dropped(x, scale, tl.load(threshold_ptr + mask * PLANES + plane))).to(tl.int32)
     width = tl.where(projection == 0, problem.n0, tl.where(projection == 1, problem.n1, problem.n2))
+    width = tl.where(projection == 3, problem.n3, width)
     read = tl.sum(kept, axis=0).to(tl.int64) * width
     if token_ptr is not None:
         read = tl.where(tl.load(token_ptr + pair // TOKEN_PAIRS) >= 0, read, 0)

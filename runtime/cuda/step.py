@@ -328,9 +328,8 @@ class DecodeStep(BlockLauncher):
         if (sampled, count) in self._replays:
             return
         saved_ids, buffer = self._ids.clone(), self._buffer
-        self._ids.fill_(
-            -1
-        )  # idle rows: the run before the capture writes neither cache nor positions, and counts nothing
+        # Idle rows: the run before the capture writes neither cache nor positions, and counts nothing.
+        self._ids.fill_(-1)
 
         def launch(buffer: int, indices: Iterable[int] | None = None) -> None:
             self._buffer = buffer

@@ -248,9 +248,8 @@ class Block(Generic[Linear]):
     delta: DeltaWeights | None = None  # of a block with this mixer
     conv: ConvWeights | None = None
     mamba: MambaWeights | None = None
-    latent: LatentWeights | None = (
-        None  # of multi-head latent attention, with the queries' second projection and its norm
-    )
+    # Of multi-head latent attention, with the queries' second projection and its norm.
+    latent: LatentWeights | None = None
     q_b: Linear | None = None
     query_norm: Norm | None = None
     scalar: Tensor | None = None  # (1,), factor of the block's output
