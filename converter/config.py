@@ -1,17 +1,23 @@
-"""The configuration of a source model, read by transformers' class: every field stated, multimodal wrappers as text models."""
+"""The configuration of a source model, read by transformers' class: every field stated, multimodal wrappers as text models.
+What is refused by the stated fields alone is refused before torch and transformers are imported, which takes seconds."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
+from wisparse.formats import guard
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, require_known, why_refused
-from wisparse.formats.config_fields import dimension, require
+from wisparse.formats.checkpoint import read_config
+from wisparse.formats.config_fields import LARGEST_DIMENSION, dimension, require
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD
+from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, require_values
+from wisparse.formats.quantization import quantisation_method
+from wisparse.formats.rope_config import require_rope_type
 
 # Only the source's own token ids are kept: with a class's default, generation could end at another token.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -21,23 +27,64 @@ _NOT_READ = ("id2label", "label2id", "num_labels", "auto_map", "quantization_con
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
+# Dimensions that every family states. Configuration classes make lists of the number of layers.
+_SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
+def require_supported(model: str | os.PathLike[str]) -> None:
+    """UnsupportedModelError, without torch and transformers, for a folder whose config.json states what is not supported."""
+    folder = guard.find_folder(model)
+    if folder is not None:
+        require_stated(read_config(folder))
+
+
+def require_stated(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Check what a source's config.json states. Returns the text model's config, respelled, and its row of the table."""
+    model_type = require_known(config)
+    stated = _respelled(_text_config(config, model_type) if model_type in WRAPPERS else config)
+    plain_type = WRAPPERS[model_type][stated["model_type"]] if model_type in WRAPPERS else model_type
+    require_values(stated, plain_type, complete=False)
+    for key in _SIZES:
+        if (value := stated.get(key)) is not None:
+            require(not isinstance(value, str), key, "a number", value)
+            whole = isinstance(value, float) and value.is_integer()
+            limit = LARGEST_NUM_BLOCKS if key == "num_hidden_layers" else LARGEST_DIMENSION
+            dimension({key: int(value) if whole else value}, key, limit)
+    for given in (stated.get("rope_parameters"), stated.get("rope_scaling")):
+        ropes = (
+            [given, *given.values()] if isinstance(given, Mapping) else []
+        )  # of all blocks, or of each kind of blocks
+        for rope in (one for one in ropes if isinstance(one, Mapping)):
+            if (rope_type := rope.get("rope_type", rope.get("type"))) is not None:
+                require_rope_type(rope_type)
+    if stated.get("quantization_config") and not _is_mxfp4(stated):
+        quantisation_method(stated["quantization_config"])
+    return stated, plain_type
+
+
+def _is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether the experts are gpt-oss's, which are dequantised when they are read."""
+    method = config.get("quantization_config")
+    return config["model_type"] == "gpt_oss" and isinstance(method, dict) and method.get("quant_method") == "mxfp4"
+
+
 def full_config(config: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
     """The text model's ``config.json`` from a source's, with every field under its transformers 5 name. Older names that
     the source has are kept too, for tools that know only them."""
+    full, plain_type = require_stated(config)
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    model_type = require_known(config)
-    wrapped = model_type in WRAPPERS
-    text_config = _text_config(config, model_type) if wrapped else config
-    plain_type = WRAPPERS[model_type][text_config["model_type"]] if wrapped else model_type
-    base_defaults, full = PreTrainedConfig().to_dict(), _respelled(text_config)
+    base_defaults, text_type, wrapped = (
+        PreTrainedConfig().to_dict(),
+        full["model_type"],
+        config["model_type"] in WRAPPERS,
+    )
+    text_config = full
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
-    for read_as in dict.fromkeys((text_config["model_type"], plain_type)):
+    for read_as in dict.fromkeys((text_type, plain_type)):
         if read_as not in CONFIG_MAPPING:  # a text model's type of before, EXAONE 4.5's
             continue
         full = _as_declared(full, CONFIG_MAPPING[read_as])
-        if full.get("num_hidden_layers") is not None:  # configuration classes make lists of this length
-            dimension(full, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
         # A copy, which from_dict changes.
         known = copy.deepcopy({key: value for key, value in full.items() if key not in _NOT_READ})
         try:
@@ -52,9 +99,8 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
             if is_model_field and not _is_infinite(value) and key not in _TOKEN_IDS and not key.startswith("_"):
                 full[key] = value
     full["model_type"] = plain_type
-    method = full.get("quantization_config")
-    if plain_type == "gpt_oss" and isinstance(method, dict) and method.get("quant_method") == "mxfp4":
-        del full["quantization_config"]  # mxfp4 weights are dequantised when they are read
+    if _is_mxfp4(full):
+        del full["quantization_config"]
     if wrapped:
         full["architectures"] = [ARCHITECTURES[plain_type].class_name]
         tied = _tied(config, text_config, names)

@@ -6,18 +6,17 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import wisparse
-from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle, ProjectionMask, verify_bundle
 from wisparse.formats.card import read_inherited
 from wisparse.formats.checkpoint import Checkpoint
@@ -51,7 +50,7 @@ from .report import Report
 from .rotation import rotate
 from .search.allocation import mean_sparsity
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
-from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
+from .settings import MAX_SPARSITY, ConvertSettings
 from .source import SourceModel, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 from .tokenizer import bundle_files
@@ -87,36 +86,6 @@ class Prepared:
     reference: list[Tensor]  # the logits on them before quantization, float16; empty for native weights
     rotation: RotationRecord | None = None
     compared: dict[str, Any] | None = None  # the KL with and without rotation
-
-
-def convert(
-    model: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str] | None = None,
-    *,
-    progress: bool | None = None,
-    **settings: Unpack[ConvertOptions],
-) -> Path:
-    """Convert a Hugging Face causal LM into a sparse bundle.
-
-    Args:
-        model: a folder, or a Hub id.
-        output_dir: the bundle's folder; by default ``<model-name>-wisparse`` in the current folder.
-        progress: draw progress bars; None: bars on a terminal, else a line on stderr every ten seconds.
-        settings: the options of ``wisparse convert --help`` with ``_`` in place of ``-``, such as ``sparsity=0.5``
-            or ``sparsity=[0.3, 0.5]``; the fields of `ConvertSettings`.
-
-    Returns:
-        The bundle's folder.
-
-    Raises:
-        WisparseError: its sub-classes say what is wrong; see `wisparse.formats.errors`.
-    """
-    if progress is not None:
-        guard.switch("progress", progress)
-    guard.keywords("convert", settings, [field.name for field in fields(ConvertSettings)[2:]])
-    validated = ConvertSettings(cast(str, model), cast(Path, output_dir), **cast(dict[str, Any], settings))
-    run(validated, Progress(progress))
-    return validated.output_dir
 
 
 def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion | None:

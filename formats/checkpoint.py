@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import guard
-from .architectures import WRAPPERS, require_known, text_name
+from .architectures import WRAPPERS, text_name
 from .config_fields import read_count
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .lazy import Tensor, torch
@@ -535,10 +535,3 @@ def _base_model(folder: Path) -> str | None:
     card = guard.read_bounded(folder, "README.md", MAX_CONFIG_BYTES, UnsupportedModelError).decode(errors="replace")
     found = re.search(r"^base_model:\s*(?:-\s*)?([\w.-]+/[\w.-]+)\s*$", card, re.MULTILINE)
     return None if found is None else found[1]
-
-
-def require_supported(model: str | os.PathLike[str]) -> None:
-    """UnsupportedModelError, by config.json alone and without torch, for a folder whose model type is not known."""
-    folder = guard.find_folder(model)
-    if folder is not None:
-        require_known(read_config(folder))

@@ -25,6 +25,7 @@ from .rope_config import RopeConfig, read_rope
 
 LM_HEAD = "lm_head.weight"
 LARGEST_NUM_BLOCKS = 10_000
+LEGACY_KINDS = ("mamba", "attention")  # spellings of blocks' kinds that transformers replaces
 _MOST_EXPERTS = 1 << 17  # in all blocks
 # Config keys of unsupported kinds of routers.
 _NOT_ROUTERS = ("n_group", "topk_group", "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
@@ -369,11 +370,7 @@ class ModelConfig:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
-        # Gemma 4's "vision" concerns image tokens only.
-        if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-            why = "is an encoder, whose tokens see those that follow, and which writes no text"
-            found = f"model_type {model_type!r} with use_bidirectional_attention"
-            raise UnsupportedModelError(f"unsupported architecture: {found} {why}")
+        require_values(config, model_type)
         arch = ARCHITECTURES[model_type]
 
         def power(value: Power | None, default: float = 1.0) -> float:
@@ -384,8 +381,6 @@ class ModelConfig:
                 raise UnsupportedModelError(f"config.json: {key}: expected a number or null, found no such key")
             return None if key is None or config[key] is None else number(config, key)
 
-        for key in arch.without:
-            require(config.get(key) in (None, False), key, "null or false, the only values known here", config.get(key))
         sizes = ("hidden_size", "vocab_size", "max_position_embeddings")
         dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes}
         inner = arch.mlp_size
@@ -415,8 +410,6 @@ class ModelConfig:
             blocks = _with_experts(config, arch.experts, blocks)
             narrow = not any(block.wide_mlp for block in blocks)
             require(narrow, str(arch.wide_mlp), "false where blocks have experts", True)
-        tied = switch(config, "tie_word_embeddings")
-        require(not (tied and arch.embedding_norm), "tie_word_embeddings", "false: embeddings have a norm", tied)
         per_layer_size = read_count(config, arch.per_layer)
         if per_layer_size:
             rows, key = config.get("vocab_size_per_layer_input"), "vocab_size_per_layer_input"
@@ -426,8 +419,6 @@ class ModelConfig:
             require(num_heads % heads == 0, "num_attention_heads", multiple, num_heads)
             require(width % 2 == 0, "head_dim", "an even number", width)
         activation: Any = "silu" if arch.activation is None else config.get(arch.activation)
-        known = isinstance(activation, str) and activation in arch.activations
-        require(known, str(arch.activation), " or ".join(map(repr, arch.activations)), activation)
         # transformers before 5.24 has the two numbers in its code.
         clamped = arch.activations[activation] == "clamped"
         config = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config} if clamped else config
@@ -465,7 +456,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=number(config, arch.eps, 0, 1, "a small number"),
-            tie_word_embeddings=tied,
+            tie_word_embeddings=switch(config, "tie_word_embeddings"),
             **{name: switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
@@ -488,6 +479,33 @@ class ModelConfig:
         )
 
 
+def require_values(config: Mapping[str, Any], model_type: str, complete: bool = True) -> None:
+    """UnsupportedModelError for a value that the family's row does not have. With ``complete`` false, fields may be missing
+    or null, where transformers has a default."""
+    arch = ARCHITECTURES[model_type]
+    # Gemma 4's "vision" concerns image tokens only.
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        why = "is an encoder, whose tokens see those that follow, and which writes no text"
+        found = f"model_type {model_type!r} with use_bidirectional_attention"
+        raise UnsupportedModelError(f"unsupported architecture: {found} {why}")
+    for key in arch.without:
+        require(config.get(key) in (None, False), key, "null or false, the only values known here", config.get(key))
+    tied = switch(config, "tie_word_embeddings")
+    require(not (tied and arch.embedding_norm), "tie_word_embeddings", "false: embeddings have a norm", tied)
+    if (key := arch.activation) is not None and (complete or config.get(key) is not None):
+        known = isinstance(config.get(key), str) and config[key] in arch.activations
+        require(known, key, " or ".join(map(repr, arch.activations)), config.get(key))
+    kinds, other = config.get("layer_types"), arch.recurrent or "sliding_attention"
+    for kind in kinds if arch.layer_types and isinstance(kinds, list) else ():
+        known = kind in (other, "full_attention") or (not complete and kind in LEGACY_KINDS)
+        require(known, "layer_types", f"{other} or full_attention", kind)
+    layout = arch.experts
+    if layout is not None and (layout.parallel_mlp is None or switch(config, layout.parallel_mlp)):
+        for key in _NOT_ROUTERS:
+            found = None if key == layout.scale else config.get(key)
+            require(found in (None, False, 0, 1, layout.score), key, "nothing: such a router is not known here", found)
+
+
 def _blocks(
     config: Mapping[str, Any], arch: Architecture, num_blocks: int, head_dim: int, num_kv_heads: int
 ) -> tuple[Block, ...]:
@@ -495,8 +513,6 @@ def _blocks(
     window = dimension(config, "sliding_window") if has_windows else None
     other = arch.recurrent or "sliding_attention"
     kinds: list[Any] = listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks
-    for kind in kinds:
-        require(kind in (other, "full_attention"), "layer_types", f"{other} or full_attention", kind)
     rotated: list[Any] = [True] * num_blocks
     if arch.unrotated == "position_embedding_type" and config.get(arch.unrotated) != "rope":
         rotated = [False] * num_blocks
@@ -580,9 +596,6 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
     how = layout.renormalised
     if isinstance(how, str):
         require(isinstance(config.get(how), bool), how, "true or false", config.get(how))
-    for key in _NOT_ROUTERS:
-        found = None if key == layout.scale else config.get(key)
-        require(found in (None, False, 0, 1, layout.score), key, "nothing: such a router is not known here", found)
     shared_size = 0 if layout.shared_size is None else dimension(config, layout.shared_size)
     if layout.shared_count is not None:
         shared_size *= read_count(config, layout.shared_count)

@@ -265,28 +265,34 @@ _MAX_GROUPS, _MAX_NAMES, _MAX_NAME = 64, 100_000, 1000
 _MAX_PATTERN, _MAX_QUANTIFIERS, _MAX_TRIALS = 200, 3, 20_000
 
 
-def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
-    """Name of each quantized weight -> its packing. ``config_dict``: ``config.json``, from which ``config`` was read. Only
-    projections and the output layer are quantized. UnsupportedModelError for an unknown or inconsistent setting."""
-    given = config_dict.get(_KEY)
-    if given is None or given == {}:
-        return {}
+def quantisation_method(given: Any) -> str:
+    """The method of a ``quantization_config``; UnsupportedModelError unless it is known."""
     require(isinstance(given, dict), _KEY, "an object", given)
     method = given.get("quant_method")
     if method is None and "config_groups" in given:
         method = "compressed-tensors"
     if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
         method = "bitsandbytes"
-    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
-    readers |= dict.fromkeys(_AUTO_ROUND, _auto_round)
-    if not isinstance(method, str) or method not in readers:
+    if method not in ("compressed-tensors", "fp8", "gptq", "awq", *_AUTO_ROUND):
         name = str(method).replace("_fp4", "").lower()
         methods = refusals()["quantization"].items()
         by = next((f"{names[name]}: {why};" for why, names in methods if name in names), f"{method!r:.80};")
         raise UnsupportedModelError(f"the model is quantised by {by} known are {_KNOWN}: use an unquantised checkpoint")
+    return str(method)
+
+
+def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
+    """Name of each quantized weight -> its packing. ``config_dict``: ``config.json``, from which ``config`` was read. Only
+    projections and the output layer are quantized. UnsupportedModelError for an unknown or inconsistent setting."""
+    given = config_dict.get(_KEY)
+    if given is None or given == {}:
+        return {}
+    method = quantisation_method(given)
     layers = [part for projection in config.projections() for part in projection.parts]
     if not config.tie_word_embeddings:
         layers.append(_HEAD)
+    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    readers |= dict.fromkeys(_AUTO_ROUND, _auto_round)
     packings = readers[method](given, layers)
     # Runtimes fuse projections with a common input, so these must have equal packings.
     for shared in (shared for block in range(config.num_blocks) for shared in config.shared_inputs(block)):

@@ -33,12 +33,16 @@ class RopeConfig:
     interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
 
 
+def require_rope_type(found: Any) -> str:
+    known = isinstance(found, str) and found in _ROPE_NUMBERS
+    require(known, "rotary scaling", f"one of {', '.join(_ROPE_NUMBERS)}", found)
+    return str(found)
+
+
 def read_rope(config: Mapping[str, Any], given: Any, head_dim: int, arch: Architecture) -> RopeConfig:
     """``given``: the parameters of one rotary embedding of heads of ``head_dim``."""
     require(isinstance(given, Mapping), "rope_parameters", "an object", given)
-    parameters, rope_type = dict(given), given.get("rope_type")
-    known = isinstance(rope_type, str) and rope_type in _ROPE_NUMBERS
-    require(known, "rotary scaling", f"one of {', '.join(_ROPE_NUMBERS)}", rope_type)
+    parameters, rope_type = dict(given), require_rope_type(given.get("rope_type"))
 
     def positive(key: str) -> float:
         return number(parameters, f"rope_parameters.{key}", 1e-300, 1e30)

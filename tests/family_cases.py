@@ -12,8 +12,8 @@ from tiny_bundle import VOCAB, byte_tokenizer
 from torch import Tensor
 
 import wisparse
+from wisparse.converter.api import convert
 from wisparse.converter.experts import find_experts
-from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
 from wisparse.kernels.reference import scores
 from wisparse.runtime.decoding.decoder import Decoder

@@ -20,6 +20,7 @@ from tiny_bundle import digests, tiny_config, write_tiny_model
 from wisparse import AccessError, CalibrationError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from wisparse.commands.convert import command
 from wisparse.converter import pipeline
+from wisparse.converter.api import convert
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.converter.source import SourceModel, load_source
@@ -195,7 +196,7 @@ def test_a_model_larger_than_memory_is_read_from_its_files(
     # No rotation: `auto` leaves alone what is read from its files.
     options = {"sparsity": 0.2, "search": search, "num_samples": samples, "rotation": "none"}
     options |= {"device": "cpu", "seq_len": 16, "progress": False}
-    pipeline.convert(three_blocks, tmp_path / "ample", **options)
+    convert(three_blocks, tmp_path / "ample", **options)
     devices: list[set[str]] = []
 
     def load(*args: object, **kwargs: object) -> SourceModel:
@@ -205,7 +206,7 @@ def test_a_model_larger_than_memory_is_read_from_its_files(
 
     monkeypatch.setattr(pipeline, "load_source", load)
     give_room(monkeypatch, 30 << 10)  # the weights take 40
-    pipeline.convert(three_blocks, tmp_path / "tight", **options)
+    convert(three_blocks, tmp_path / "tight", **options)
     assert devices == [{"cpu", "meta"}]
     # Weights read from their files are not rounded to measure int8 and fp8: the quality tables differ.
     described = ("README.md", "wisparse.json", "wisparse.safetensors")

@@ -22,7 +22,7 @@ from test_formats_folder import forked, killed_at
 from tiny_bundle import digests, tiny_config, write_tiny_model
 
 from wisparse.converter import processes
-from wisparse.converter.pipeline import convert
+from wisparse.converter.api import convert
 from wisparse.converter.state import Stages, check_folder, remove_state
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.machine import Place, torchrun_place

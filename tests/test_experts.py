@@ -18,9 +18,9 @@ from test_converter_preflight import give_room
 from tiny_bundle import VOCAB, byte_tokenizer
 
 import wisparse
+from wisparse.converter.api import convert
 from wisparse.converter.config import full_config
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.pipeline import convert
 from wisparse.converter.planes import read_in_planes
 from wisparse.converter.sensitivity import drawn_to_pool
 from wisparse.converter.source import load_source

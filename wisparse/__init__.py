@@ -22,8 +22,8 @@ if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir():
     __path__[:] = [str(_ROOT / "wisparse"), str(_ROOT)]
 
 if TYPE_CHECKING:
+    from .converter.api import convert
     from .converter.masking import WisparseConfig, desparsify, sparsify
-    from .converter.pipeline import convert
     from .formats.errors import (
         AccessError,
         BundleError,
@@ -43,8 +43,8 @@ else:
     # The same names, imported on first use, so that `import wisparse` is quick. Type checkers do not see this, as
     # with __getattr__ every name would exist. A test compares the two lists.
     _PUBLIC = {
+        "converter.api": ("convert",),
         "converter.masking": ("WisparseConfig", "desparsify", "sparsify"),
-        "converter.pipeline": ("convert",),
         "formats.errors": tuple(name for name in __all__ if name.endswith("Error")),
         "runtime.backends": ("load",),
         "runtime.model": ("Generation", "Model", "Chunk"),

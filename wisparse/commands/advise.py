@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from wisparse.converter.config import require_supported
 from wisparse.formats.card import QUALITY_HEADS, quality_cells, quality_note
 from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
@@ -39,6 +40,7 @@ def command(model: str, device: str, context: int, revision: str | None, gguf_fi
     set_up_logging(False)
     if find_gguf(model, gguf_file) is None:
         require_place(model)  # before torch is imported, so that usage errors come at once
+        require_supported(model)
     from wisparse.converter.gguf_source import open_source
     from wisparse.converter.processes import Progress
     from wisparse.formats.machine import choose_device

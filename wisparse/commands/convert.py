@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from wisparse.converter.config import require_supported
 from wisparse.converter.settings import HELP, ConvertSettings
-from wisparse.formats.checkpoint import require_supported
 from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, shown_bytes, torchrun_place, usable_cores
