@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,35 +64,55 @@ def fit_int4(
     (as in arXiv:2504.02692); then GPTQ (arXiv:2210.17323), then least-squares scales for the codes.
     """
     columns = weight.shape[-1]
-    target, diagonal = weight.to(torch.float32), moments.diagonal(dim1=-2, dim2=-1)
-    if cross is not None:
-        ridge = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
-        damped = moments + torch.diag_embed(ridge.expand_as(diagonal))
-        target = target + _CORRECTION * torch.linalg.solve(damped, (target @ (cross - moments)).mT).mT
-    scales = search_scales(target, diagonal, group, scale_dtype)
-    order = torch.argsort(diagonal, descending=True, stable=True, dim=-1)
-    by_column, by_row = order.unsqueeze(-2), order.unsqueeze(-1)
-    sorted_moments = moments.gather(-2, by_row.expand_as(moments)).gather(-1, by_column.expand_as(moments))
-    factor = _inverse_factor(sorted_moments)
-    by_column = by_column.expand_as(target)
-    remaining = target.gather(-1, by_column)
+    target = corrected(weight, moments, cross)
+    scales = search_scales(target, moments.diagonal(dim1=-2, dim2=-1), group, scale_dtype)
+    order, factor = in_order(moments)
+    by_column = order.unsqueeze(-2).expand_as(target)
     by_channel = scales.repeat_interleave(group, dim=-1).gather(-1, by_column)
-    codes = torch.empty_like(remaining)
+    codes = torch.empty_like(target)
+
+    def rounded(k: int, column: Tensor) -> Tensor:
+        codes[..., k] = torch.round(column / by_channel[..., k]).clamp_(-8, 7)
+        return codes[..., k] * by_channel[..., k]
+
+    round_columns(target.gather(-1, by_column), factor, rounded)
+    codes = torch.empty_like(codes).scatter_(-1, by_column, codes)
+    scales = _least_squares(target, moments, codes, scales, scale_dtype).flatten(0, -2)
+    codes = codes.flatten(0, -2)
+    return QuantizedMatrix("int4", pack_int4((codes + 8).to(torch.uint8)), scales, None, group, (len(codes), columns))
+
+
+def corrected(weight: Tensor, moments: Tensor, cross: Tensor | None) -> Tensor:
+    """The weight (N, K) float32 moved towards the one whose product with x is W z; see `fit_int4`."""
+    target, diagonal = weight.to(torch.float32), moments.diagonal(dim1=-2, dim2=-1)
+    if cross is None:
+        return target
+    ridge = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
+    damped = moments + torch.diag_embed(ridge.expand_as(diagonal))
+    return target + _CORRECTION * torch.linalg.solve(damped, (target @ (cross - moments)).mT).mT
+
+
+def in_order(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """The channels in the order of falling moments, (K,), and the upper Cholesky factor (K, K) of the inverse damped
+    moments in this order."""
+    order = torch.argsort(moments.diagonal(dim1=-2, dim2=-1), descending=True, stable=True, dim=-1)
+    rows = moments.gather(-2, order.unsqueeze(-1).expand_as(moments))
+    return order, _inverse_factor(rows.gather(-1, order.unsqueeze(-2).expand_as(moments)))
+
+
+def round_columns(remaining: Tensor, factor: Tensor, rounded: Callable[[int, Tensor], Tensor]) -> None:
+    """Round the columns of ``remaining`` (N, K), sorted by `in_order`, one by one and propagate their errors to those
+    after. ``rounded``: the values of column k, as moved by the errors before it."""
+    columns = remaining.shape[-1]
     for first in range(0, columns, _PANEL):
         last = min(first + _PANEL, columns)
         panel = remaining[..., first:last]
         errors = torch.empty_like(panel)
         for k in range(last - first):
-            scale, row = by_channel[..., first + k], factor[..., first + k, None, first:last]
-            code = torch.round(panel[..., k] / scale).clamp_(-8, 7)
-            codes[..., first + k] = code
-            errors[..., k] = (panel[..., k] - code * scale) / row[..., k]
+            row = factor[..., first + k, None, first:last]
+            errors[..., k] = (panel[..., k] - rounded(first + k, panel[..., k])) / row[..., k]
             panel[..., k:] -= errors[..., k, None] * row[..., k:]
         remaining[..., last:] -= errors @ factor[..., first:last, last:]
-    codes = torch.empty_like(codes).scatter_(-1, by_column, codes)
-    scales = _least_squares(target, moments, codes, scales, scale_dtype).flatten(0, -2)
-    codes = codes.flatten(0, -2)
-    return QuantizedMatrix("int4", pack_int4((codes + 8).to(torch.uint8)), scales, None, group, (len(codes), columns))
 
 
 def _least_squares(target: Tensor, moments: Tensor, codes: Tensor, scales: Tensor, scale_dtype: torch.dtype) -> Tensor:
@@ -205,7 +225,7 @@ def quantise_weights(
     def compute() -> dict[str, list[Tensor]]:
         assert group is not None
         with stages.progress.stage("Quantising", len(weights_by_name)) as stage:
-            for name, matrix in _fit_projections(source, tokens, group, scale_dtype):
+            for name, matrix in fit_projections(source, tokens, group, scale_dtype):
                 put(name, matrix.codes, matrix.scales)
                 stage.advance()
         return {name: [matrix.codes, matrix.scales] for name, matrix in matrices.items()}
@@ -216,10 +236,15 @@ def quantise_weights(
     return matrices
 
 
-def _fit_projections(
-    source: SourceModel, tokens: CalibrationTokens, group: int, scale_dtype: torch.dtype
-) -> Iterator[tuple[str, QuantizedMatrix]]:
-    """Fit the projections in order; the caller has to put each matrix into ``source`` before the next is computed."""
+def fit_projections(
+    source: SourceModel,
+    tokens: CalibrationTokens,
+    group: int,
+    scale_dtype: torch.dtype,
+    fit: Callable[[str, Tensor, Tensor, Tensor], Any] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Fit the projections in order; the caller has to put each matrix into ``source`` before the next is computed.
+    ``fit`` maps a name, weight, moments and cross moments to a matrix; None: `fit_int4`, as for all experts."""
     flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
     dense, hidden = flow.start(), flow.start()  # the block's input in the dense model, and in the quantized one
     rounded = total = 0  # experts' weights
@@ -262,7 +287,15 @@ def _fit_projections(
                 moments.addmm_(x.t(), x)
                 cross.addmm_(z.t(), x)
             for name in (first, *others):
-                yield name, fit_int4(source.projections[name].weight, moments, group, scale_dtype, cross)
+                weight = source.projections[name].weight
+                yield (
+                    name,
+                    (
+                        fit_int4(weight, moments, group, scale_dtype, cross)
+                        if fit is None
+                        else fit(name, weight, moments, cross)
+                    ),
+                )
         hidden = [flow.block(block, batch, state) for batch, state in enumerate(hidden)]
     if rounded:
         text = "int4: %d of %d weights' inputs in experts are from fewer than %d tokens: these weights are rounded, not fitted"

@@ -95,7 +95,7 @@ def test_inputs_that_say_nothing_do_no_harm(moments: torch.Tensor) -> None:
 def test_a_killed_run_goes_on_to_the_same_codes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, whole = quantised(kind, Stages(tmp_path))
     assert (tmp_path / "weights.stage").exists() == (kind == "int4")  # the others are rounded again
-    monkeypatch.setattr(gptq, "_fit_projections", None)
+    monkeypatch.setattr(gptq, "fit_projections", None)
     again, resumed = quantised(kind, Stages(tmp_path))
     assert list(whole) == list(resumed) == list(source.projections)  # type: ignore[attr-defined]
     for name in whole:
