@@ -201,7 +201,7 @@ NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     GatedAttention: ("gates of attention", frozenset({"onnx", "vllm"})),
     LatentKeys: ("multi-head latent attention", frozenset({"numba", "triton", "onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
-    Mamba2: ("Mamba-2 blocks", frozenset({"triton", "onnx", "vllm"})),
+    Mamba2: ("Mamba-2 blocks", frozenset({"onnx", "vllm"})),
     UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),

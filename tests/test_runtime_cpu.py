@@ -129,6 +129,7 @@ def test_16_bits_are_as_good(bundle: Path, opened: Callable[[str], Bundle], whic
         # Two key heads for up to six threads, and states that a step moves on.
         ("qwen3.5", torch.bfloat16, "native"),
         ("lfm2-bias", torch.float32, "native"),
+        ("granite-hybrid", torch.float32, "native"),
     ],
 )
 def test_bits_are_reproducible(opened: Callable[[str], Bundle], variant: str, dtype: torch.dtype, weights: str) -> None:
@@ -155,7 +156,7 @@ def test_bits_are_reproducible(opened: Callable[[str], Bundle], variant: str, dt
 
 @pytest.mark.usefixtures("as_many_threads_as_asked_for")
 @pytest.mark.parametrize("weights", ["native", "int8", "int4"])
-@pytest.mark.parametrize("variant", ["llama-bias", "phi3-long", "gemma2", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize("variant", ["llama-bias", "phi3-long", "gemma2", "qwen3.5", "lfm2", "granite-hybrid"])
 def test_a_short_prompt_is_read_by_the_step(
     opened: Callable[[str], Bundle], variant: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

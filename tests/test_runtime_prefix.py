@@ -22,7 +22,7 @@ from wisparse.runtime.generation.speculation import SpeculativeConfig
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
-STATES = ("qwen3.5", "lfm2")  # with recurrent blocks
+STATES = ("qwen3.5", "lfm2", "granite-hybrid")  # with recurrent blocks
 CHUNK = 8  # as small_chunks has it
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from wisparse.formats.model_config import DeltaNet
+from wisparse.formats.model_config import DeltaNet, Mamba2
 from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Input, KVSplits, Output
 from wisparse.kernels.gpu.count import launch_count
@@ -22,6 +22,7 @@ from wisparse.kernels.gpu.gemm import gemm, mask_rows
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
+from wisparse.kernels.gpu.mamba2 import MambaTensors, launch_mamba2
 from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.short_conv import launch_short_conv
@@ -29,7 +30,7 @@ from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.decoding.cache import RecurrentState, quantise
-from wisparse.runtime.torch.block import ConvWeights, DeltaWeights
+from wisparse.runtime.torch.block import ConvWeights, DeltaWeights, MambaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -504,6 +505,48 @@ def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
         positions += (tokens >= 0).int()
     assert torch.equal(inputs[:, 1], idle[0])
     assert torch.equal(state[:, 1], idle[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("biased", "groups", "taps"), [(True, 1, 4), (False, 3, 3)])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_mamba2_is_the_plain_one_position_by_position(dtype, biased, groups, taps, in_order):
+    """Rows of two slots and an idle one, or a draft's positions of one slot; odd sizes, one norm for all heads or several."""
+    generator, config, eps = torch.Generator().manual_seed(5), Mamba2(6, groups, 20, 12, taps, biased, False), 1e-5
+
+    def random(*shape, kind=dtype):
+        return torch.randn(shape, generator=generator).to(kind).to(DEVICE)
+
+    mixed, inner, buffers = config.mixed_size, config.inner, 4
+    bias = random(mixed) if biased else None
+    weights = MambaTensors(random(mixed, 1, taps), bias, random(6), random(6), random(6), random(inner))
+    wide = {name: None if one is None else one.double() for name, one in weights._asdict().items()}
+    twin = MambaWeights(config, eps=eps, **wide)
+    inputs, state = random(buffers, 3, taps - 1, mixed), random(buffers, 3, 6, 12, 20, kind=torch.float32)
+    memory, before = DeltaMemory(inputs, state, inputs.stride(0), state.stride(0)), (inputs.clone(), state.clone())
+    tokens = torch.tensor([3, 5, 0] if in_order else [3, -1, 0], device=DEVICE)
+    places = [(1, 6), (1, 7), (1, 8)] if in_order else [(2, 5), (1, 0), (0, 0)]
+    slots, positions = torch.tensor(places, dtype=torch.int32, device=DEVICE).T.contiguous()
+    projected, out = random(3, inner + mixed + 6), torch.empty(3, inner, dtype=dtype, device=DEVICE)
+    gated = torch.empty(3, inner, device=DEVICE)
+    rows = Rows(tokens, positions, slots)
+    launch_mamba2(projected, weights, memory, rows, gated, out, groups=groups, eps=eps, in_order=in_order)
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 4e-2)
+    kept, written = None, set()
+    for row, (slot, at) in enumerate(places):
+        if tokens[row] >= 0:
+            if kept is None or not in_order:
+                kept = RecurrentState(*(one[at % buffers, slot].double() for one in before))
+            expected = twin(projected[row : row + 1].double(), kept)[0]
+            torch.testing.assert_close(out[row].double(), expected, rtol=rtol, atol=atol)
+            side = (at + 1) % buffers, slot
+            torch.testing.assert_close(state[side].double(), kept.state, rtol=rtol, atol=atol)
+            assert torch.equal(inputs[side].double(), kept.inputs)
+            written.add(side)
+    for side in itertools.product(range(buffers), range(3)):
+        assert side in written or all(
+            torch.equal(one[side], old[side]) for one, old in zip((inputs, state), before, strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPES[-1]])

@@ -50,6 +50,7 @@ from wisparse.kernels.gpu.gemm import gemm, mask_rows
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
+from wisparse.kernels.gpu.mamba2 import MambaTensors, launch_mamba2
 from wisparse.kernels.gpu.packed_gemv import subnormal_kernel, sum_source
 from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import ParallelExperts, launch_activate, launch_combine, launch_residual_add
@@ -248,6 +249,17 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
 
 
+def mamba2(arch: int, heads: int, groups: int, dtype: torch.dtype = BF16, biased: bool = True) -> None:
+    """Granite 4.0 H Micro's (48 heads, 1 group) and Nemotron-H 8B's (128, 8): heads of 64, states of 128."""
+    mixed, rows = 64 * heads + 256 * groups, Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
+    one, out = empty(heads, dtype=dtype), empty(1, 64 * heads, dtype=dtype)
+    bias = empty(mixed, dtype=dtype) if biased else None
+    weights = MambaTensors(empty(mixed, 1, 4, dtype=dtype), bias, one, one, one, out[0])
+    memory = DeltaMemory(one, empty(2, 1, heads, 128, 64, dtype=FP32), 1, 1)
+    gated = empty(1, 64 * heads, dtype=FP32)
+    launch_mamba2(one, weights, memory, rows, gated, out, groups=groups, eps=1e-5, pdl=arch >= 90)
+
+
 def short_conv(arch: int, taps: int = 3, **more: Any) -> None:
     """LFM2-1.2B's."""
     rows = Rows(empty(8, dtype=I64), *empty(2, 8, dtype=I32))
@@ -422,6 +434,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         "delta net": partial(delta, arch),
         "delta net fp32": partial(delta, arch, dtype=FP32),
+        "mamba2": partial(mamba2, arch, 48, 1),
+        "mamba2 fp32": partial(mamba2, arch, 128, 8, dtype=FP32, biased=False),
         "short conv": partial(short_conv, arch),
         "short conv of a prompt": partial(short_conv, arch, prompt=True),
         **{f"logits batch {batch}{name}": partial(logits, arch, batch=batch, **changes) for batch in (1, 4, 32)

@@ -200,6 +200,7 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
     [
         ("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4),
         ("lfm2", 4), ("lfm2-bias", 1), ("qwen3-moe", 2), ("gpt-oss", 2), ("gemma4-moe", 1),
+        ("granite-hybrid", 2),
     ],
 )  # fmt: skip
 def test_a_familys_rows_in_half_precision(family, rows):
@@ -221,10 +222,8 @@ def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.fl
     def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         stored = bundle.checkpoint.tensor(name, device)
         kind = WEIGHT_TYPES[weights].head if name == "lm_head.weight" else weights
-        if (
-            not name.endswith(("_proj.weight", "_qkv.weight", "_z.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
-            and name != "lm_head.weight"
-        ):
+        ends = "_proj", "_qkv", "_z", ".w1", ".w2", ".w3", "_linear"
+        if not name.removesuffix(".weight").endswith((*ends, "lm_head")):
             return stored
         return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
 
@@ -252,6 +251,7 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
         ("int8", 1, "qwen3.5-moe"), ("int4", 2, "lfm2"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
         ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"), ("int4", 1, "muse-glimmer"),
+        ("int8", 2, "granite-hybrid"),
     ],
 )  # fmt: skip
 def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:

@@ -327,9 +327,10 @@ ONE_RECURRENT_BLOCK = {
 }  # fmt: skip
 
 
-def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for():
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid"])
+def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for(family):
     """Whatever was started ahead and is not wanted, however prompts are cut and slots copied."""
-    bundle = make_bundle("qwen3.5", 0.5, **ONE_RECURRENT_BLOCK)
+    bundle = make_bundle(family, 0.5, **ONE_RECURRENT_BLOCK)
     prompt = PROMPT % 40
 
     def story(decoder: Decoder) -> Iterator[object]:

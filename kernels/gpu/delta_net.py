@@ -67,12 +67,18 @@ class _Shape(NamedTuple):
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _load_taps(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr):
+def softplus(x):
+    """x above 20, as in PyTorch."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def load_taps(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr):
     """The convolution kernel (taps_pad, channels), and the inputs of earlier positions, 0 in the last tap's row. One
     tensor for all taps, as the compiler replicates the loads of small tensors across threads."""
     t = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
@@ -82,18 +88,19 @@ def _load_taps(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS
 
 
 @triton.jit
-def _convolve(
-    kernel, earlier, inputs, new_ptr, after, channel, live, stores, MIXED: tl.constexpr, TAPS: tl.constexpr,
+def convolve(
+    kernel, earlier, bias, inputs, new_ptr, after, channel, live, stores, MIXED: tl.constexpr, TAPS: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """silu(convolution) of some channels, float32; stores their inputs shifted by one position where ``stores``."""
+    """silu(convolution) of some channels, float32; stores their inputs shifted by one position where ``stores``. ``bias``:
+    (channels,) float32, or 0."""
     t = tl.arange(0, kernel.shape[0])[:, None]
     new = tl.load(new_ptr + channel[None, :] + t * 0, mask=(t == TAPS - 1) & live[None, :], other=0.0)
     x = tl.where(t == TAPS - 1, new, earlier)
     at = after + (t - 1) * MIXED + channel[None, :]
     tl.store(inputs + at, x, mask=(t >= 1) & (t < TAPS) & stores[None, :])
-    total = tl.sum(kernel.to(tl.float32) * x.to(tl.float32), axis=0)
-    return _silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    total = tl.sum(kernel.to(tl.float32) * x.to(tl.float32), axis=0) + bias
+    return silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -140,9 +147,9 @@ def _delta_net_kernel(
     q_at = key_head * KEY + i
     k_at = KEY_SIZE + q_at
     v_at = 2 * KEY_SIZE + head * VALUE + j
-    q_kernel, q = _load_taps(weights, memory.inputs, before, q_at, live_key, MIXED, TAPS)
-    k_kernel, k = _load_taps(weights, memory.inputs, before, k_at, live_key, MIXED, TAPS)
-    v_kernel, v = _load_taps(weights, memory.inputs, before, v_at, live_value, MIXED, TAPS)
+    q_kernel, q = load_taps(weights, memory.inputs, before, q_at, live_key, MIXED, TAPS)
+    k_kernel, k = load_taps(weights, memory.inputs, before, k_at, live_key, MIXED, TAPS)
+    v_kernel, v = load_taps(weights, memory.inputs, before, v_at, live_value, MIXED, TAPS)
     h = tl.arange(0, BLOCK_H)
     a = ()
     b = ()
@@ -160,9 +167,9 @@ def _delta_net_kernel(
 
     new_ptr = inputs.mixed + row * (MIXED + VALUE_SIZE)
     gate = tl.load(new_ptr + MIXED + head * VALUE + j, mask=j < VALUE, other=0.0).to(tl.float32)
-    q = _convolve(q_kernel, q, memory.inputs, new_ptr, after, q_at, live_key, stores_key, MIXED, TAPS, dtype)
-    k = _convolve(k_kernel, k, memory.inputs, new_ptr, after, k_at, live_key, stores_key, MIXED, TAPS, dtype)
-    v = _convolve(v_kernel, v, memory.inputs, new_ptr, after, v_at, live_value, live_value, MIXED, TAPS, dtype)
+    q = convolve(q_kernel, q, 0.0, memory.inputs, new_ptr, after, q_at, live_key, stores_key, MIXED, TAPS, dtype)
+    k = convolve(k_kernel, k, 0.0, memory.inputs, new_ptr, after, k_at, live_key, stores_key, MIXED, TAPS, dtype)
+    v = convolve(v_kernel, v, 0.0, memory.inputs, new_ptr, after, v_at, live_value, live_value, MIXED, TAPS, dtype)
     sums_a = tl.zeros((BLOCK_H,), tl.float32)
     sums_b = tl.zeros((BLOCK_H,), tl.float32)
     rstd = eps
@@ -174,9 +181,7 @@ def _delta_net_kernel(
             x = rms_normalize(x, norm[start // BLOCK_H], rstd, dtype)
         sums_a += x.to(tl.float32) * a[start // BLOCK_H].to(tl.float32)
         sums_b += x.to(tl.float32) * b[start // BLOCK_H].to(tl.float32)
-    step = tl.sum(sums_a, axis=0).to(dtype).to(tl.float32) + dt_bias
-    # softplus(x); x above 20, as in PyTorch
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    step = softplus(tl.sum(sums_a, axis=0).to(dtype).to(tl.float32) + dt_bias)
     beta = (1.0 / (1.0 + tl.exp(-tl.sum(sums_b, axis=0).to(dtype).to(tl.float32)))).to(dtype).to(tl.float32)
     decay = tl.exp(-rate * step)
 
@@ -187,11 +192,11 @@ def _delta_net_kernel(
     tl.store(memory.state + write_buffer * memory.state_stride + at, state, mask=live_state)
     y = tl.sum(q[:, None] * state, axis=0).to(dtype).to(tl.float32)
     out_rstd = tl.rsqrt(tl.sum(y * y, axis=0) / VALUE + eps)
-    y = rms_normalize(y, out_norm, out_rstd, dtype).to(tl.float32) * _silu(gate)
+    y = rms_normalize(y, out_norm, out_rstd, dtype).to(tl.float32) * silu(gate)
     tl.store(out_ptr + row * VALUE_SIZE + head * VALUE + j, y.to(dtype), mask=j < VALUE)
 
 
-def delta_state_size(key_dim: int, value_dim: int) -> int:
+def state_size(key_dim: int, value_dim: int) -> int:
     """Elements of a head's padded state, at most ``LARGEST_STATE``."""
     return triton.next_power_of_2(key_dim) * triton.next_power_of_2(value_dim)
 
@@ -213,6 +218,6 @@ def launch_delta_net(
         _delta_net_kernel[(value_heads, 1 if in_order else batch)](
             inputs, weights, memory, rows, out, eps, key_dim**-0.5, parts, first, shape, pdl,
             # Enough that the state fits in registers with few spills.
-            num_warps=max(1, min(16, delta_state_size(key_dim, value_dim) // (32 * 32))),
+            num_warps=max(1, min(16, state_size(key_dim, value_dim) // (32 * 32))),
             launch_pdl=pdl,
         )  # fmt: skip

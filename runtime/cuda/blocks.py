@@ -161,6 +161,8 @@ class BlockLauncher(ABC):
                     x = Input(self._delta_net(index, x.x, others[0]))
                 case ops.ShortConv():
                     x = Input(self._short_conv(index, x.x))
+                case ops.Mamba2():
+                    x = Input(self._mamba2(index, x.x))
                 case ops.Router():
                     x = self._route(index, x)
                 case ops.Experts():
@@ -221,6 +223,9 @@ class BlockLauncher(ABC):
         return Input(None, attention=out)
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
+        raise NotImplementedError
+
+    def _mamba2(self, index: int, projected: Tensor) -> Tensor:
         raise NotImplementedError
 
     def _short_conv(self, index: int, projected: Tensor) -> Tensor:

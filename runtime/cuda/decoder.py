@@ -19,7 +19,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.common import Input
 from wisparse.kernels.gpu.count import launch_count
-from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
+from wisparse.kernels.gpu.delta_net import LARGEST_STATE, state_size
 from wisparse.kernels.gpu.experts import choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.launch import Scratch
@@ -135,13 +135,17 @@ class CudaDecoder(Decoder):
             return f"its attention kernel keeps a head in registers: expected head_dim of at most 512, found {widest}"
         if config.shares_kv:
             return "its kernels do not support keys and values shared between blocks"
-        delta = config.delta_net
-        if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
-            return (
-                f"its Gated DeltaNet kernel keeps a head's state in registers: expected at most {LARGEST_STATE} "
-                f"elements, both sizes padded to powers of two, found linear_key_head_dim {delta.key_dim}, "
-                f"linear_value_head_dim {delta.value_dim}"
-            )
+        delta, mamba = config.delta_net, config.mamba2
+        states = {
+            "Gated DeltaNet": None if delta is None else (delta.key_dim, delta.value_dim),
+            "Mamba-2": None if mamba is None else (mamba.state_dim, mamba.head_dim),
+        }
+        for name, sizes in states.items():
+            if sizes is not None and state_size(*sizes) > LARGEST_STATE:
+                return (
+                    f"its {name} kernel keeps a head's state in registers: expected at most {LARGEST_STATE} elements, both "
+                    f"sizes padded to powers of two, found {sizes[0]} x {sizes[1]}"
+                )
         return None
 
     @classmethod

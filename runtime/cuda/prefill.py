@@ -123,7 +123,7 @@ class PromptReader:
         """Why a model is not supported, as a clause; None if it is."""
         if dtype == torch.float32:
             return "its weights are float32"
-        if config.delta_net is not None:
+        if config.delta_net is not None or config.mamba2 is not None:
             return "its recurrent blocks are read position by position"
         if len({(block.head_dim, block.num_kv_heads, block.shared_values) for block in config.blocks}) > 1:
             return "its heads differ from block to block"

@@ -3,8 +3,8 @@
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next token (argmax or sample)
 
 Experts: a router launch precedes gate and up, which are those of each row's chosen experts; a dense MLP beside the
-experts follows, and a launch adds both. Recurrent blocks: Gated DeltaNet in place of attention. Models that normalize
-or scale an output or the sum: a residual-add launch after o and after down.
+experts follows, and a launch adds both. Recurrent blocks: Gated DeltaNet, a short convolution or Mamba-2 (two launches) in
+place of attention. Models that normalize or scale an output or the sum: a residual-add launch after o and after down.
 
 All tensors of the step are allocated once. Token ids, positions and cache slots are on the device, so that a graph
 serves any slots and the next step can be launched without waiting for the host to read the tokens. From compute
@@ -31,6 +31,7 @@ from wisparse.kernels.gpu.experts import launch_router
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
+from wisparse.kernels.gpu.mamba2 import MambaTensors, launch_mamba2
 from wisparse.kernels.gpu.products import Product, choose_product
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
 from wisparse.kernels.gpu.tiles import Tile, gpu_of
@@ -249,6 +250,17 @@ class DecodeStep(BlockLauncher):
             pdl=pdl,
             in_order=self._verifies,
         )
+        return out
+
+    def _mamba2(self, index: int, projected: Tensor) -> Tensor:
+        mamba, pdl = self.weights.blocks[index].mamba, self.pdl and self.normed is None
+        assert mamba is not None
+        weights = MambaTensors(*(getattr(mamba, name) for name in MambaTensors._fields))
+        gated = self._zeros("gated", self.rows, mamba.config.inner, dtype=torch.float32)
+        out = self._zeros("recalled", *gated.shape)
+        arguments = projected, weights, self._states[index], self._inputs, gated, out
+        options = {"groups": mamba.config.groups, "eps": mamba.eps, "pdl": pdl, "in_order": self._verifies}
+        self._launch("mamba2", launch_mamba2, *arguments, **options)
         return out
 
     def _route(self, index: int, x: Input) -> Routing:
