@@ -84,7 +84,7 @@ def calibrated_bundle(
         scale = channel_scale(weight_norm(weight), 0.5)
 
         def hook(module: Any, args: Any) -> None:
-            rows = Rows.counted(module, args[0], counted)
+            rows = Rows.counted(module, args[0], counted, counted.flatten().nonzero()[:, 0])
             score = scores(rows.x, rows.scale(scale)).flatten()
             for level, masks in levels.items():
                 kept = (graded or {}).get(8 * (1 - level), (1 - level,))

@@ -223,7 +223,8 @@ def block_inputs(
         for name, x in seen.items():
             reader[name] = next(other for other, y in seen.items() if y is x)
             if reader[name] == name:
-                parts.setdefault(name, []).append(Rows.counted(masked.projections[name], x, flow.counted[batch]))
+                rows = Rows.counted(masked.projections[name], x, flow.counted[batch], flow.places[batch])
+                parts.setdefault(name, []).append(rows)
     inputs = {name: Rows.cat(batches) for name, batches in parts.items()}
     return {name: inputs[reader[name]] for name in reader}, out
 
@@ -267,7 +268,7 @@ def final_thresholds(
                 def reached(name: str, x: Tensor, counted: Tensor = counted, embedded: list[Tensor] = embedded) -> None:
                     if not result:
                         embedded.append(x)
-                    rows = Rows.counted(masked.projections[name], x, counted)
+                    rows = Rows.counted(masked.projections[name], x, counted, flow.places[0])
                     decide(name, rows, any(x is first for first in embedded))
                     masked.set_threshold(name, result[name][0])
 

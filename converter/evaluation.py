@@ -166,6 +166,33 @@ def evaluate_text(
     return result
 
 
+@torch.inference_mode()
+def evaluate_together(
+    logits: Logits,
+    texts: Tensor,
+    reference: Logits,
+    at_once: int,
+    counter: Any = None,
+    advance: Callable[[], None] = lambda: None,
+) -> Quality:
+    """`evaluate_text` with the policy ``all`` for texts (S, T) int64, ``at_once`` of them in a pass: ``logits`` maps (B, T)
+    to (B, T, V), ``reference`` (T,) to (T, V). Without ``realised_range``."""
+    start, rows = sparse_from("all", texts.shape[1]), []
+    if counter is not None:
+        counter.measure_sparsity(True)
+    for group in texts.split(at_once):
+        for ids, sparse in zip(group, logits(group, start), strict=True):
+            labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(sparse.device)
+            rows.append(_sums(reference(ids, len(ids))[start:], sparse[start:], labels[start:]))
+            advance()
+    realised = None
+    if counter is not None:
+        realised = counter.realised_sparsity()
+        counter.measure_sparsity(False)
+    measured = _measured(rows)
+    return Quality("all", sparse=measured, overall=measured, realised_sparsity=realised)
+
+
 def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | None:
     """Why an evaluation text may be the calibration text of a `CalibrationRecord`, as a clause; else None."""
     if digest == calibration.digest:

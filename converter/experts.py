@@ -146,12 +146,11 @@ class Rows:
     num_experts: int = 0
 
     @classmethod
-    def counted(cls, module: nn.Module, x: Tensor, counted: Tensor) -> Rows:
-        """Select the counted rows of a module's input x; counted: (B, L) bool."""
-        selected, routing = at_rows(module, x, counted.to(x.device)), getattr(module, "routing", None)
-        if routing is None:
-            return cls(x[selected])
-        return cls(x[selected], routing.experts[selected], len(routing.ends))
+    def counted(cls, module: nn.Module, x: Tensor, counted: Tensor, places: Tensor) -> Rows:
+        """Select the counted rows of a module's input x; counted and places: see `counted_rows`."""
+        selected, routing = counted_rows(module, x, counted, places), getattr(module, "routing", None)
+        rows = x.flatten(0, -2)[selected]
+        return cls(rows) if routing is None else cls(rows, routing.experts[selected], len(routing.ends))
 
     @classmethod
     def none(cls, module: Any) -> Rows:
@@ -190,6 +189,14 @@ def at_rows(module: nn.Module, x: Tensor, values: Tensor) -> Tensor:
         return values
     routing = getattr(module, "routing", None)
     return values.flatten() if routing is None else values.flatten()[routing.tokens]
+
+
+def counted_rows(module: nn.Module, x: Tensor, counted: Tensor, places: Tensor) -> Tensor:
+    """The indices of the rows of a projection's flattened input x that belong to counted tokens. counted: (B, L) bool;
+    places: (T,) int64, the same tokens as indices, which a GPU selects by without waiting for the host."""
+    if getattr(module, "routing", None) is None and x.numel() == counted.numel() * x.shape[-1]:
+        return places.to(x.device)
+    return at_rows(module, x, counted.to(x.device)).flatten().nonzero()[:, 0]
 
 
 def weights_read(module: Any) -> int:

@@ -57,6 +57,7 @@ class BlockFlow:
         self.item_size = next(model.parameters()).element_size()
         self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]
         self.counted = [part.to(self.device) for part in keep.split(batch_size) if len(part)]
+        self.places = [part.flatten().nonzero()[:, 0] for part in self.counted]  # the same as indices (T,) int64
         self.num_batches, self.num_counted = len(self.input_ids), int(keep.sum())
         # One pass in which blocks return their input records the embeddings, and each block's other arguments.
         self._start: Hidden = []
@@ -106,7 +107,7 @@ class BlockFlow:
         the input of block ``start``; None: the embeddings."""
         state = self._start[batch] if state is None else state
         out = self.norm(self.run(batch, state, start, len(self.blocks)).hidden)
-        return out[self.counted[batch].to(out.device)]
+        return out.flatten(0, 1)[self.places[batch].to(out.device)]
 
     def logits(self, final: Tensor) -> Tensor:
         """Logits (T, V) float32 of `final`'s rows (T, hidden_size)."""

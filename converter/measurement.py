@@ -17,7 +17,7 @@ from wisparse.formats.manifest import QualityTable
 
 from .calibration import CalibrationTokens, load_calibration
 from .calibration_state import CalibrationState
-from .evaluation import Measured, Quality, evaluate_text
+from .evaluation import Measured, Quality, evaluate_text, evaluate_together
 from .experts import weights_read
 from .logits_cache import rounded
 from .masking import MaskedModel
@@ -41,6 +41,8 @@ _FEW_TOKENS = 1024
 # size and a higher KL.
 _ROUNDED = {"cuda": ("int8", "fp8"), "cpu": ("int8",)}
 _SENSITIVITY_TOKENS = 1024
+# Bytes of the logits of one pass. Most of a GPU's time is that of starting kernels, and weights are rounded in each pass.
+_LARGEST_LOGITS = {"cuda": 4 << 30, "cpu": 1 << 29}
 # The lowest sparsity that `choose` tries: below it a mask saves less time than it takes.
 LOWEST = 0.05
 # `highest` begins at _GUESS. Before there are two measurements it assumes that the KL grows like this power of the
@@ -100,12 +102,12 @@ class MaskedLogits(AbstractContextManager["MaskedLogits"]):
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, sparse_from: int) -> Tensor:
-        """Logits (T, V) float32 of token_ids (T,); positions from ``sparse_from`` on are sparse."""
-        ids = token_ids.to(self._source.device)[None]
-        thresholds = self.thresholds if sparse_from < len(token_ids) else {}
-        dense_tokens = (torch.arange(len(token_ids), device=ids.device) < sparse_from)[None]
+        """Logits (..., T, V) float32 of token_ids (..., T); positions from ``sparse_from`` on are sparse."""
+        thresholds = self.thresholds if sparse_from < token_ids.shape[-1] else {}
+        dense_tokens = torch.arange(token_ids.shape[-1], device=self._source.device) < sparse_from
+        dense_tokens = dense_tokens.expand(token_ids.numel() // len(dense_tokens), -1)
         with self._masked.masking(thresholds), self._masked.during(dense_tokens=dense_tokens):
-            return self._source.model(input_ids=ids, use_cache=False).logits[0].float()
+            return dense_logits(self._source, token_ids)
 
     def measure_sparsity(self, enabled: bool) -> None:
         """Start counting from zero, or stop."""
@@ -162,12 +164,13 @@ def measure(
     levels, curve = dict[float, Quality](), dict[float, Quality]()
     pairs: dict[tuple[str, float], Measured] = {}
     part = whole = unmasked(0, math.nan)  # the default level on a part of the text and on all
+    each = texts.shape[1] * source.config.vocab_size * 4
+    at_once = max(1, _LARGEST_LOGITS[source.device.type] // each)
     passes = sum(1 + len(result.thresholds_at) for result in results.values()) + len(kinds) * (1 + len(results))
-    with progress.stage("Measuring", passes * few + len(texts) - few) as stage:
+    with progress.stage("Measuring", passes * few + len(texts)) as stage:
 
-        def quality(logits: Callable[[Tensor, int], Tensor], part: Tensor, counter: Any = None) -> Quality:
-            given: dict[str, Any] = {"reference": reference_of, "counter": counter, "advance": stage.advance}
-            return evaluate_text(logits, part, ["all"], **given)["all"]
+        def quality(logits: Callable[[Tensor, int], Tensor], counter: Any = None) -> Quality:
+            return evaluate_together(logits, texts[:few], reference_of, at_once, counter, stage.advance)
 
         def plain(ids: Tensor, _: int) -> Tensor:
             return dense_logits(source, ids)
@@ -178,11 +181,11 @@ def measure(
                 own = logits.thresholds
                 for sparsity, thresholds in {target: own, **result.thresholds_at}.items():
                     logits.thresholds = thresholds
-                    found = quality(logits, texts[:few], logits)
-                    if sparsity == default:
-                        part = whole = found.sparse
-                        if few < len(texts):
-                            whole = quality(logits, texts).sparse
+                    found = quality(logits, logits)
+                    if sparsity == default:  # by sequence, with the range of the realised sparsity
+                        given: dict[str, Any] = {"reference": reference_of, "counter": logits, "advance": stage.advance}
+                        part, found = found.sparse, evaluate_text(logits, texts, ["all"], **given)["all"]
+                        whole = found.sparse
                     figures = estimate(found.sparse, part, whole) if sparsity != default else whole
                     if sparsity == target:
                         pairs["native", target] = figures
@@ -193,14 +196,14 @@ def measure(
                 logits.thresholds = own
                 for kind in kinds if target else ():
                     with rounded_weights(source, kind):
-                        pairs[kind, target] = estimate(quality(logits, texts[:few]).sparse, part, whole)
+                        pairs[kind, target] = estimate(quality(logits).sparse, part, whole)
         if reference and 0.0 not in results:
-            pairs["native", 0.0] = estimate(quality(plain, texts[:few]).sparse, part, whole)
+            pairs["native", 0.0] = estimate(quality(plain).sparse, part, whole)
         elif 0.0 not in results:
             pairs["native", 0.0] = unmasked(whole.num_tokens, whole.dense_perplexity)
         for kind in kinds:
             with rounded_weights(source, kind):
-                pairs[kind, 0.0] = estimate(quality(plain, texts[:few]).sparse, part, whole)
+                pairs[kind, 0.0] = estimate(quality(plain).sparse, part, whole)
         floor = noise_floor(source, texts)
     table = quality_table(text, floor, whole, pairs)
     sensitivity = None

@@ -24,9 +24,9 @@ _REFERENCE_BYTES = 2 << 30  # of logits that are kept while the weights are quan
 
 @torch.no_grad()
 def dense_logits(source: SourceModel, ids: Tensor) -> Tensor:
-    """Logits (T, V) float32 of token ids (T,)."""
-    logits: Tensor = source.model(input_ids=ids.to(source.device)[None], use_cache=False).logits[0].float()
-    return logits
+    """Logits (..., T, V) float32 of token ids (..., T)."""
+    logits: Tensor = source.model(input_ids=ids.to(source.device).view(-1, ids.shape[-1]), use_cache=False).logits
+    return logits.float().view(*ids.shape, -1)
 
 
 def reference_logits(source: SourceModel, texts: Tensor) -> list[Tensor]:

@@ -76,13 +76,13 @@ def find_rotation(
 
     def observe(name: str, x: Tensor) -> None:
         if name in first:
-            x = Rows.counted(source.projections[name], x, flow.counted[batch]).x.float()
+            x = Rows.counted(source.projections[name], x, flow.counted[batch], flow.places[batch]).x.float()
             weight = norms[name].to(x.device)
             nonzero = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
             x = torch.where(nonzero, x / torch.where(nonzero, weight, 1.0), 0.0)
             hidden_moments.add_((x.T @ x).double() / first[name])  # as many experts have a row of each token
         elif name in outputs:
-            x = x[flow.counted[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
+            x = x.flatten(0, 1)[flow.places[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
             head_moments[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double())
 
     with MaskedModel(source.projections) as masked, masked.during(observer=observe), torch.no_grad():

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wisparse.kernels.reference import scores
 
-from .experts import Rows, at_rows
+from .experts import Rows, counted_rows
 from .flow import BlockFlow, State
 from .masking import MaskedModel
 from .statistics import channel_scale
@@ -98,7 +98,7 @@ def backward(
     checkpointing: a forward pass that keeps the hidden state every few blocks, then forward and backward over these.
     Weights get no gradients. ``gradient_of`` maps the last hidden states of the counted tokens (T, hidden_size) to the
     loss's gradient; ``receive`` is called with a projection's name, unmasked input and gradient (T, K)."""
-    counted, config = flow.counted[batch], flow.config
+    counted, places, config = flow.counted[batch], flow.places[batch], flow.config
     bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.mlp_size) * flow.item_size
     span = max(1, _LARGEST_GRAPH_BYTES // bytes_per_block)
     last = (len(flow.blocks) - 1) // span * span
@@ -128,7 +128,7 @@ def backward(
             out = above.hidden
             if start == last:
                 out = flow.norm(out)
-                out = out[counted.to(out.device)]
+                out = out.flatten(0, 1)[places.to(out.device)]
                 gradient = gradient_of(out.detach())
             produced = {key: kv for key, kv in above.shared.items() if key not in shared and key in shared_gradients}
             leaves = [x for kv in shared.values() for x in kv]
@@ -145,8 +145,8 @@ def backward(
                 shared_gradients[key] = new if later is None else [a + b for a, b in zip(new, later, strict=True)]
             for name, at_input in zip(inputs, at_inputs, strict=True):
                 module = masked.projections[name]
-                rows = Rows.counted(module, seen[name].detach(), counted)
-                receive(name, rows, at_input[at_rows(module, at_input, counted.to(at_input.device))])
+                rows = Rows.counted(module, seen[name].detach(), counted, places)
+                receive(name, rows, at_input.flatten(0, -2)[counted_rows(module, at_input, counted, places)])
 
 
 def _label_gradient(flow: BlockFlow, generator: torch.Generator, final: Tensor) -> Tensor:

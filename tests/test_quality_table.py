@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from wisparse import BundleError, load
 from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.evaluation import Measured, evaluate_text
-from wisparse.converter.measurement import measure
-from wisparse.converter.quality_table import estimate, reference_logits, rounded_weights
+from wisparse.converter.evaluation import Measured, evaluate_text, evaluate_together
+from wisparse.converter.measurement import MaskedLogits, measure
+from wisparse.converter.quality_table import dense_logits, estimate, reference_logits, rounded_weights
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.bundle import Bundle
@@ -78,6 +79,20 @@ def test_stored_types_are_measured_against_the_weights_before(source: SourceMode
     rows = {(row.weights, row.sparsity): row.kl for row in found.table.rows}
     assert rows.keys() == {("native", 0.0), ("native", 0.4)}
     assert 0.005 < rows["native", 0.0] < rows["native", 0.4]
+
+
+def test_texts_of_one_pass(source: SourceModel, bundle: Path) -> None:
+    texts = tokens(5, 32).input_ids
+
+    def dense(ids: Tensor, _: int) -> Tensor:
+        return dense_logits(source, ids)
+
+    with MaskedLogits(source, result_of(bundle)) as logits:
+        together = evaluate_together(logits, texts, dense, 2, logits)
+        alone = evaluate_text(logits, texts, ["all"], reference=dense, counter=logits)["all"]
+    for name, value in vars(alone.sparse).items():
+        assert getattr(together.sparse, name) == pytest.approx(value, rel=1e-3), name
+    assert together.realised_sparsity == pytest.approx(alone.realised_sparsity, abs=1e-6)
 
 
 def test_estimate_from_fewer_tokens() -> None:
