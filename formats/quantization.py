@@ -287,13 +287,12 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     given = config_dict.get(_KEY)
     if given is None or given == {}:
         return {}
-    method = quantisation_method(given)
     layers = [part for projection in config.projections() for part in projection.parts]
     if not config.tie_word_embeddings:
         layers.append(_HEAD)
-    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
-    readers |= dict.fromkeys(_AUTO_ROUND, _auto_round)
-    packings = readers[method](given, layers)
+    packings = read_packings(given, layers)
+    if not packings and "config_groups" in given:
+        raise _refused(": its targets are none of the model's linear layers")
     # Runtimes fuse projections with a common input, so these must have equal packings.
     for shared in (shared for block in range(config.num_blocks) for shared in config.shared_inputs(block)):
         first, *others = (part for projection in shared for part in projection.parts)
@@ -304,6 +303,14 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
                     differ = f"{first} and {other} are stored in different ways"
                 raise _refused(f": {differ}; expected one scheme for both")
     return {f"{layer}.weight": packing for layer, packing in packings.items()}
+
+
+def read_packings(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
+    """The packings of those of the linear ``layers`` that are quantised. ``given``: ``config.json``'s
+    ``quantization_config``. UnsupportedModelError as of `read_quantisation`."""
+    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    readers |= dict.fromkeys(_AUTO_ROUND, _auto_round)
+    return readers[quantisation_method(given)](given, layers)
 
 
 def _refused(what: str) -> UnsupportedModelError:
@@ -343,8 +350,6 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
             raise _refused(f": {layer} is a target of two different schemes")
         if chosen:
             found[layer] = chosen.pop()
-    if not found:
-        raise _refused(": its targets are none of the model's linear layers")
     return found
 
 

@@ -169,6 +169,10 @@ CHOICES = [
     ("plugin", 64, NATIVE, GATE_UP, "gemm 64, masks", "cuBLAS"),
     ("plugin", 512, NATIVE, QKV, "cuBLAS, copies 4 1 1, batched", "cuBLAS"),
     ("plugin", 513, NATIVE, QKV, "cuBLAS, copies 1 1 1", "cuBLAS"),
+    ("plugin", 16, INT8, QKV, "packed_gemv, masks", "packed_gemv"),
+    ("plugin", 17, INT8, QKV, "packed_gemv, masks", "packed_gemv"),
+    ("plugin", 33, INT8, QKV, "gemm 64, copies 1 1 1", "gemm 64"),
+    ("plugin", 129, INT8, QKV, "cuBLAS, copies 1 1 1", "cuBLAS"),
 ]
 
 

@@ -20,13 +20,16 @@ import torch
 from bundle_maker import make_bundle
 from family_cases import COUNT, clear_answer, make_source, runtime_tokens
 from family_cases import converted as converted_family
+from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model
 from runtime_models import EXPERTS
+from safetensors.torch import load_file
 from tiny_bundle import tiny_recipe
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
 import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.formats.write import write_bundle
@@ -123,11 +126,11 @@ def test_products_of_the_projections_own_inputs(widths: list[int], with_bias: bo
     parts = [torch.nn.functional.linear(x, w, b) for x, (w, b) in zip(inputs, layer.parts(), strict=True)]
     expected = torch.cat(parts, -1)
     scratch = Scratch(torch.device("cpu"), torch.float32)
-    torch.testing.assert_close(separate_products(inputs, layer.linear(), scratch), expected)
+    torch.testing.assert_close(separate_products(inputs, layer.linear(torch.float32), scratch), expected)
     piece = min(widths)
     if len(set(widths)) > 1:
         copies = torch.cat([x.expand(width // piece, -1, -1) for x, width in zip(inputs, widths, strict=True)])
-        torch.testing.assert_close(batched_product(copies, layer.linear(), scratch), expected)
+        torch.testing.assert_close(batched_product(copies, layer.linear(torch.float32), scratch), expected)
 
 
 def test_masks_are_float32_whatever_type_a_model_is_built_with() -> None:
@@ -174,7 +177,8 @@ def test_settings() -> None:
         ({"wisparse": {"prefill": "half"}}, "prefill: expected one of dense, all in vLLM, found 'half'"),
         ({"wisparse": {"sparsity": "half"}}, "sparsity: expected a number, found 'half'"),
         ({"wisparse": {"sparsity": True}}, "sparsity: expected a number, found True"),
-        ({"wisparse": {"prefil": "all"}}, "expected prefill or sparsity, found 'prefil'"),
+        ({"wisparse": {"prefil": "all"}}, "expected prefill or sparsity or layouts, found 'prefil'"),
+        ({"wisparse": {"layouts": "vllm"}}, "layouts: expected one of ours, both, found 'vllm'"),
         ({"wisparse": "all"}, "wisparse: expected an object, found 'all'"),
         # In the wrong place.
         *(({key: 0.3}, f"found the key '{key}'") for key in ("sparsity", "prefill", "WiSparse", "wisparce")),
@@ -206,18 +210,20 @@ _FP8 = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights":
 @pytest.mark.parametrize(
     ("config", "stored", "sentence"),
     [
-        ({"model_type": "llama"}, _INT4, "quantised by compressed-tensors: vLLM's kernels for them cannot leave"),
+        ({"model_type": "llama"}, _FP8, None),
         ({"model_type": "qwen3_moe", "num_experts": 8}, _INT4, None),
         ({"model_type": "mixtral", "num_local_experts": 8}, {"quant_method": "gptq"}, None),
         ({"model_type": "qwen3_moe", "num_experts": 8}, _FP8, "found fp8 with activations of 16 bits"),
         ({"model_type": "gpt_oss", "num_local_experts": 8}, _INT4, "gpt_oss: .* found quantised ones apart"),
-        ({"model_type": "gemma4_text", "num_experts": None}, _INT4, "cannot leave channels unread"),
     ],
 )
-def test_quantised_experts_run_dense_by_vllms_own_kernels(
-    config: dict[str, Any], stored: dict[str, Any], sentence: str | None,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_which_quantised_experts_vllm_can_read(
+    config: dict[str, Any],
+    stored: dict[str, Any],
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     class Parser:
         def parse(self, *_: Any) -> tuple[dict[str, Any], Any]:
             return {**config, "wisparse": {}, "quantization_config": stored}, SimpleNamespace()
@@ -225,11 +231,9 @@ def test_quantised_experts_run_dense_by_vllms_own_kernels(
     exists = SimpleNamespace(file_or_path_exists=lambda *_: True)
     monkeypatch.setitem(sys.modules, "vllm.transformers_utils.repo_utils", exists)
     found, _ = with_bundles(Parser)().parse(tmp_path, False)
-    if sentence is None:
-        assert found["quantization_config"] is stored
-        assert "masks off: vLLM's kernels for quantised experts run this bundle dense" in caplog.text
-    else:
-        assert re.search(sentence, found["quantization_config"]["refused"])
+    entry = found["quantization_config"]
+    assert (entry["quant_method"], entry["stored"]) == ("wisparse", stored)
+    assert (entry["refused"] is None) if sentence is None else re.search(sentence, entry["refused"])
 
 
 # --- inside vLLM
@@ -355,7 +359,7 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (dense / name).unlink()
     asked: list[tuple[Path, dict[str, Any], dict[str, str], str]] = [
         (no_sidecar, {}, {}, "wisparse.safetensors"),
-        (quantised, {}, {}, "found weights quantised by fp8: vLLM's kernels for them cannot leave channels unread"),
+        (quantised, {}, {}, "config.json: expected sha256"),
         (dense, {"quantization": "wisparse"}, {}, "expected a bundle, a folder with wisparse.json"),
         (no_entry, {}, {}, "config.json: expected an object under 'wisparse'"),
         (bundle, {"enable_lora": True}, {}, "does not run with LoRA adapters in vLLM yet; leave the option out"),
@@ -386,6 +390,25 @@ def converted(example_model: Path, out: Path, weights: str, text: Path) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "graded"])
+def test_tokens_of_quantised_bundles_are_our_runtimes(
+    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str,
+    some_prompts: list[list[int]],
+) -> None:  # fmt: skip
+    bundle, prompts = (
+        converted(example_model, tmp_path / "bundle", weights, stdlib_files["evaluation"][0]),
+        some_prompts[:8],
+    )
+    expected = own_tokens(bundle, prompts, "dense")
+    found = tokens_of(python, bundle, prompts)
+    assert found == {"method": "wisparse", "alone": expected, "together": expected}
+    assert expected != own_tokens(bundle, prompts, "all")
+    if weights == "int8":  # two processes; groups of 64 do not divide half of this model's 704 channels
+        split = tokens_of(python, bundle, prompts[4:], {"tensor_parallel_size": 2})
+        assert split["together"] == split["alone"] == expected[4:]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "graded"])
 def test_a_quantised_bundle_has_our_logits_in_vllm(
     python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str
 ) -> None:
@@ -404,6 +427,43 @@ def test_a_quantised_bundle_has_our_logits_in_vllm(
         own = decoder.logits(ids, len(ids))[len(prompt) - 1 :].log_softmax(-1)
         assert tokens == own.argmax(-1).tolist()
         torch.testing.assert_close(torch.tensor(logprobs), own, rtol=0, atol=1e-4)
+
+
+def dequantised_tokens(folder: Path, plain: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' greedy tokens of a quantised checkpoint, by its weights in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model, stored = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), Checkpoint.open(folder)
+    if not stored.config.tie_word_embeddings:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for name in stored.quantised:
+        model.get_parameter(name).data.copy_(stored.tensor(name))
+    options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 24, "max_new_tokens": 24, "eos_token_id": None}
+    found = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
+    return [tokens.tolist() for tokens in found]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "cards"),
+    [("pack int4 groups", 2), ("pack int8 groups, zero points", 1), ("int8 rows", 2), ("gptq", 1), ("gptq, zero points", 2),
+     ("awq", 2), ("pack int8 rows, lm_head", 1)],
+)  # fmt: skip
+def test_quantised_checkpoints_without_a_bundle(
+    python: str, name: str, cards: int, example_model: Path, tmp_path: Path, some_prompts: list[list[int]]
+) -> None:
+    published, _, with_head = name.partition(", lm_head") if "lm_head" in name else (name, "", None)
+    pack, config = PUBLISHED[published]()
+    folder = quantise_model(example_model, tmp_path / "model", pack, config)
+    if with_head is not None:
+        head = pack(load_file(example_model / "model.safetensors")["model.embed_tokens.weight"].float())
+        change_tensors(folder, lambda tensors: tensors.update({f"lm_head.{part}": one for part, one in head.items()}))
+        config |= {"ignore": []}
+        change_config(folder, lambda d: d.update(quantization_config=config, tie_word_embeddings=False))
+    expected = dequantised_tokens(folder, example_model, some_prompts[4:10])
+    settings = {"quantization": "wisparse", "tensor_parallel_size": cards}
+    found = tokens_of(python, folder, some_prompts[4:10], settings)
+    assert found == {"method": "wisparse", "alone": expected, "together": expected}
 
 
 @pytest.mark.exhaustive

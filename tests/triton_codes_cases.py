@@ -20,6 +20,7 @@ from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized, widen
 from wisparse.runtime.cuda.eager import project
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
+from wisparse.runtime.vllm.product import Layer, Placed, of_codes, reserve
 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Kind, channels that share a scale (None: all), zero points.
@@ -101,6 +102,32 @@ def test_products_of_many_rows(kind, group, zero_points, count, splits):
     assert_close(apart[:, :300], exact_twin(x[0], dense)[:, :300], torch.float16)
     assert_close(apart[:, 300:], exact_twin(x[1], dense)[:, 300:], torch.float16)
     assert not counter.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "zero_points"), [("int4", 32, False), ("int8", 32, True), ("graded", 32, False)]
+)
+@pytest.mark.parametrize("count", [1, 5, 20, 40])
+def test_products_of_the_plug_in_for_vllm(kind, group, zero_points, count):
+    """Each row has its own mask or none."""
+    linear = quantized_linear(kind, group, zero_points, (300, 40), 192, torch.float32, 0.5, bias=True)
+    x, weight = rows(count, 192, torch.float32), linear.weight
+    masked = torch.arange(count, device=DEVICE).remainder(3).ne(1).float()
+    layer = Layer(
+        weight.data,
+        linear.bias,
+        linear.scales,
+        linear.thresholds,
+        linear.widths,
+        weight.quant,
+        weight.scales,
+        weight.zeros,
+    )
+    dense = exact_twin(x, replace(linear, thresholds=torch.zeros_like(linear.thresholds)))
+    expected = torch.where(masked[:, None] > 0, exact_twin(x, linear), dense)
+    reserve(layer, x.dtype, Placed(dense=False))
+    assert_close(of_codes(x, layer, masked, dense=False), expected, torch.float32)
+    assert_close(of_codes(x, layer, masked, dense=True), dense, torch.float32)
 
 
 @pytest.mark.parametrize(("kind", "group", "zero_points"), [("graded", 32, False), ("int8", None, False)])

@@ -21,6 +21,7 @@ A decode step of up to 16 rows computes a linear in one launch, with its ends (`
     plugin    3 - 128  unquantized                    gemm with a mask where that was measured to be faster
     (vLLM)    1 - 8    unquantized                    as a step without ends; each row has a mask or none
               9 -      unquantized                    cuBLAS
+              any      codes                          as a step without ends, from 17 rows on as rows, from 33 a prompt
 
 Where a product does not mask, masked inputs are copies of x, one for each projection (``gemm.mask_rows``), unless the
 launch before has masked them (``ready``). The boundaries are measured on an H200 (benchmarks/LOG.md).
@@ -134,6 +135,8 @@ def choose(
 ) -> Product:  # fmt: skip
     """`choose_product`, cached; ``spinning``: False: no reducers wait."""
     gpu = gpu or tiles.gpu_of(shape.device)
+    if place == "plugin" and shape.quant != "none":
+        place = "step" if rows <= 16 else "rows" if rows <= 32 else "prompt"
     fused = place == "step"
     if place == "plugin":
         tile = None if ready or not 2 < rows <= MASKED_ROWS else tiles.masked_gemm_tile(shape, rows, gpu)

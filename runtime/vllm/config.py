@@ -1,43 +1,55 @@
-"""The bundle as vLLM's quantization config, opened and checked before any weight is read, and its linear layers."""
+"""A bundle, or a quantised checkpoint, as vLLM's quantization config, checked before any weight is read."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
-from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from wisparse.formats.block_ops import not_yet
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.quantization import Packing, Plain, read_packings
 from wisparse.formats.tensors import block_fields
 
-from .product import Layer, channel_major, mask_ahead, mask_tensors, reserve
-from .settings import NAME, MaskedRows, Settings, require_cards, require_known_version, watch_runners
+from .linear import Projections, WisparseLinearMethod
+from .product import CODE_ROWS, HALF
+from .settings import NAME, PLAIN, MaskedRows, Settings, require_cards, require_known_version, watch_runners
 
 log = logging.getLogger("vllm.wisparse")
 
 
 class WisparseConfig(QuantizationConfig):
-    """A bundle's masks. vLLM copies and pickles it: it holds open files or GPU memory only where layers run."""
+    """A bundle's masks and weights, or those of a quantised checkpoint without masks. vLLM copies and pickles it: it holds
+    open files or GPU memory only where layers run."""
 
-    def __init__(self, refused: str | None = None) -> None:
-        """``refused``: why a bundle does not run, where its ``config.json`` says so."""
+    def __init__(self, stored: Mapping[str, Any] | None = None, refused: str | None = None) -> None:
+        """``stored``: the ``quantization_config`` of the weights; ``refused``: why a bundle does not run, where its
+        ``config.json`` says so."""
         super().__init__()
-        self._refused = refused
+        self._stored, self._refused = None if stored is None else {**stored}, refused
+        self._plain = False  # not a bundle
+        self._vllm: Any = None  # vLLM's own config of quantised weights
         self._folder: Path | None = None  # of the bundle, once it was checked
         self._masks: Mapping[str, ProjectionMask] = {}
-        self._dense: frozenset[str] = frozenset()  # tensors that no mask belongs to
+        self._packings: Mapping[str, Packing] = {}  # of the bundle, by the names of weights
+        self._unmasked: frozenset[str] = frozenset()  # tensors in blocks that no mask belongs to
+        self._graded = False
+        self._both = False  # layouts of quantised weights
         self.rows: MaskedRows | None = None  # None until a process builds layers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,15 +75,22 @@ class WisparseConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> WisparseConfig:
-        """From the entry that `plugin` adds to a bundle's config."""
-        return cls(config.get("refused"))
+        """From the entry that `plugin` adds to a bundle's config, or from a quantised checkpoint's own."""
+        if config.get("quant_method") == NAME:
+            return cls(config.get("stored"), config.get("refused"))
+        found = cls(config)
+        found._plain = True
+        return found
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Ours for a bundle; UsageError if it is to run by another method."""
-        if not isinstance(hf_quant_cfg, dict) or hf_quant_cfg.get("quant_method") != NAME:
+        """Ours for a bundle, or for a quantised checkpoint if asked for; UsageError if a bundle is to run by another."""
+        method = hf_quant_cfg.get("quant_method") if isinstance(hf_quant_cfg, dict) else None
+        if user_quant == NAME and method in PLAIN:
+            return NAME
+        if method != NAME:
             return None
         if user_quant not in (None, NAME):
             raise UsageError(
@@ -84,6 +103,9 @@ class WisparseConfig(QuantizationConfig):
         require_known_version(vllm.__version__)
         if self._refused is not None:
             raise UnsupportedModelError(self._refused)
+        if self._plain:
+            self._open_stored(model_name, hf_config, revision)
+            return
         bundle = Bundle.open(fetch_bundle(model_name, revision))
         unsupported = None
         if lacking := not_yet(bundle.config, "vllm"):
@@ -96,34 +118,82 @@ class WisparseConfig(QuantizationConfig):
                 "VLLM_PLUGINS=''"
             )
         self._folder = bundle.folder
+        if self._stored is not None:
+            self._open_stored(str(bundle.folder), hf_config, None)
+
+    def _open_stored(self, *model: Any) -> None:
+        assert self._stored is not None
+        self._vllm = get_quantization_config(self._stored["quant_method"]).from_config(copy.deepcopy(self._stored))
+        self._vllm.maybe_update_config(*model)
+        if self._plain:  # which layers are quantised, by the files
+            if names := getattr(self._vllm, "modules_to_not_convert", None):
+                self._stored["modules_to_not_convert"] = list(names)
+            if names := getattr(self._vllm, "modules_in_block_to_quantize", None):
+                self._stored["modules_in_block_to_quantize"] = [name.partition(".")[2] or name for name in names]
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Names in the config become vLLM's."""
+        if self._vllm is not None and self._stored is not None:
+            self._vllm.apply_vllm_mapper(hf_to_vllm_mapper)
+            for key in ("ignore", "modules_to_not_convert"):
+                if self._plain and isinstance(names := self._stored.get(key), list):
+                    self._stored[key] = hf_to_vllm_mapper.apply_list(names)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Ours for the linear layers inside blocks, vLLM's own for all else: experts and their routers are dense."""
+        """Ours for the linear layers inside blocks and for a quantised output layer, vLLM's own for all else."""
         if prefix.startswith("draft_model."):
             raise UnsupportedModelError("a bundle does not run as a draft model in vLLM yet: expected a dense draft")
         # The embedding asks first: a bad tensor-parallel size would fail later in a bare assertion of vLLM's.
         rows = self.rows = self.rows or self._prepare()
-        if not isinstance(layer, linear.LinearBase):
-            return None
-        if not prefix.startswith("model.layers."):
-            return linear.UnquantizedLinearMethod()
+        if self._vllm is not None:
+            self._vllm.packed_modules_mapping = self.packed_modules_mapping
+        if not isinstance(layer, linear.LinearBase | ParallelLMHead):
+            return None if self._vllm is None else self._vllm.get_quant_method(layer, prefix)
         # In vLLM's gpt_oss `self_attn` is `attn`; its qwen3_moe states `gate_up_proj` after this was given the mapping.
-        prefix = prefix.replace(".attn.", ".self_attn.")
-        if f"{prefix}.weight" in self._dense:  # routers and gates of shared experts
-            return linear.UnquantizedLinearMethod()
-        parent, _, last = prefix.rpartition(".")
+        name = prefix.replace(".attn.", ".self_attn.")
+        parent, _, last = name.rpartition(".")
         fused = {"gate_up_proj": ["gate_proj", "up_proj"], **self.packed_modules_mapping}
-        names = [prefix] if prefix in self._masks else [f"{parent}.{part}" for part in fused.get(last, [last])]
-        for name in names:
-            if name not in self._masks:
-                raise BundleError(f"{name}: expected an entry in the bundle for this layer of vLLM's, found none")
-        return WisparseLinearMethod(prefix, [self._masks[name] for name in names], rows)
+        names = [f"{parent}.{part}" if parent else part for part in fused.get(last, [last])]
+        if name in self._masks or last not in fused:
+            names = [name]
+        masks, packing = [self._masks[one] for one in names if one in self._masks], self._packing(names)
+        masked = name.startswith("model.layers.") and f"{name}.weight" not in self._unmasked and not self._plain
+        if masked and len(masks) < len(names):
+            lacking = next(one for one in names if one not in self._masks)
+            raise BundleError(f"{lacking}: expected an entry in the bundle for this layer of vLLM's, found none")
+        # The output layer of a graded bundle is int8 in every back end.
+        rounded = self._graded and packing is None and isinstance(layer, ParallelLMHead)
+        if not masks and packing is None and not rounded:
+            dense = None if isinstance(layer, ParallelLMHead) else linear.UnquantizedLinearMethod()
+            return dense if self._vllm is None else self._vllm.get_quant_method(layer, prefix)
+        dense = not any(threshold for mask in masks for threshold in (mask.threshold, *mask.plane_thresholds))
+        other = None
+        if self._both and packing is not None:
+
+            def other(given: Any) -> tuple[Any, torch.nn.Module]:
+                method, twin = self._vllm.get_quant_method(given, prefix), torch.nn.Module()
+                twin.__dict__ |= {key: value for key, value in vars(given).items() if key not in vars(twin)}
+                return method, twin
+
+        return WisparseLinearMethod(Projections(name, len(names), masks, packing, dense, rows, other, rounded))
+
+    def _packing(self, names: list[str]) -> Packing | None:
+        """How the weights of fused projections are stored; None: vLLM loads them."""
+        if self._plain and self._stored is not None:
+            each = read_packings(self._stored, names)
+            found = {each.get(name) for name in names}
+        else:
+            found = {self._packings.get(f"{name}.weight") for name in names}
+        if len(found) > 1:
+            raise UnsupportedModelError(f"{', '.join(names)}: expected one quantisation scheme for all, found several")
+        packing = found.pop()
+        by_blocks = isinstance(packing, Plain) and packing.block_rows is not None
+        return None if by_blocks else packing
 
     def _prepare(self) -> MaskedRows:
         """Once in each process that builds layers."""
-        if self._folder is None:
+        if self._folder is None and not self._plain:
             raise UsageError("--quantization wisparse: expected a bundle, found a model that was not opened as one")
-        bundle = Bundle.open(self._folder)
         current = get_current_vllm_config()
         parallel = current.parallel_config
         reasons = {
@@ -131,86 +201,39 @@ class WisparseConfig(QuantizationConfig):
             "two batches that overlap (enable_dbo)": getattr(parallel, "enable_dbo", False),
             "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         }
-        for what in (what for what, found in reasons.items() if found):
-            raise UsageError(f"a bundle does not run with {what} in vLLM yet; leave the option out")
+        what = "a bundle" if self._folder is not None else "--quantization wisparse"
+        for option in (option for option, found in reasons.items() if found):
+            raise UsageError(f"{what} does not run with {option} in vLLM yet; leave the option out")
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
             raise UsageError(
-                f"a bundle runs in vLLM on NVIDIA GPUs and on CPUs, found {current_platform.device_name}; load it dense: "
+                f"{what} runs in vLLM on NVIDIA GPUs and on CPUs, found {current_platform.device_name}; load it dense: "
                 "VLLM_PLUGINS=''"
             )
         require_cards(parallel.tensor_parallel_size, current.model_config.hf_text_config)
-        settings = Settings.read(current.additional_config, os.environ, bundle.sparsity)
-        chosen = bundle.at(settings.sparsity)
-        self._masks = chosen.masks
-        blocks = range(bundle.config.num_blocks)
-        self._dense = frozenset(one.name for index in blocks for one in block_fields(bundle.config, index).values())
-        watch_runners()
-        levels = ", ".join(f"{level:g}" for level in bundle.levels if level)
-        on, prefill = "on" if chosen.sparsity else "off", settings.prefill
-        whole = ", experts are read whole" if bundle.config.has_experts else ""
-        said = "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s%s"
-        log.info(said, on, chosen.sparsity, levels, prefill, whole)
+        bundle = None if self._folder is None else Bundle.open(self._folder)
+        settings = Settings.read(current.additional_config, os.environ, 0.0 if bundle is None else bundle.sparsity)
+        parts = [f"rank {get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"]
+        if self._vllm is not None:
+            on_gpu = current_platform.is_cuda() and current.model_config.dtype in HALF
+            self._both = settings.layouts == "both" or (settings.layouts is None and on_gpu)
+            by = f"vLLM's kernels from {CODE_ROWS + 1} tokens on, dense" if self._both else "our kernels alone"
+            parts.insert(0, f"weights quantised by {self._stored['quant_method']}, {by}")
+        if bundle is None:
+            log.info("no masks: %s", ", ".join(parts))
+        else:
+            chosen = bundle.at(settings.sparsity)
+            self._masks, self._graded = chosen.masks, planes_of(chosen.masks) > 1
+            self._packings = {name: weight.packing for name, weight in bundle.checkpoint.quantised.items()}
+            blocks = range(bundle.config.num_blocks)
+            fields = (block_fields(bundle.config, index).values() for index in blocks)
+            self._unmasked = frozenset(one.name for each in fields for one in each)
+            watch_runners()
+            levels = ", ".join(f"{level:g}" for level in bundle.levels if level)
+            on = "on" if chosen.sparsity else "off"
+            if bundle.config.has_experts:
+                parts.insert(0, "experts are read whole")
+            said = "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s, %s"
+            log.info(said, on, chosen.sparsity, levels, settings.prefill, ", ".join(parts))
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
         rows = max(current.scheduler_config.max_num_batched_tokens, *graphs)
         return MaskedRows(rows, prompts=settings.prefill == "all")
-
-
-@linear.register_weight_loader_v2_supported_method
-class WisparseLinearMethod(linear.UnquantizedLinearMethod):
-    """vLLM's own unquantised layer up to the loaded weights, our product from there on."""
-
-    supports_pre_processed_weights = False
-
-    def __init__(self, prefix: str, masks: Sequence[ProjectionMask], rows: MaskedRows) -> None:
-        """masks: of the layer's projections, in the order of its outputs."""
-        super().__init__()
-        self._prefix, self._masks, self._rows = prefix, masks, rows
-        # It reads the product of activation and up: a compiler fuses the mask into that.
-        self._ahead = prefix.endswith(".down_proj") and len(masks) == 1
-        self._widths: list[int] = []
-        self._in_features = 0
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        *rest: Any,
-        **more: Any,
-    ) -> None:
-        """As vLLM's own, with the masks checked against the layer."""
-        outputs, found = len(output_partition_sizes), len(self._masks)
-        if found not in (1, outputs):
-            raise BundleError(f"{self._prefix}: expected masks for {outputs} outputs, found {found}")
-        for mask in self._masks:
-            if len(mask.channel_scale) != input_size:
-                raise BundleError(
-                    f"{self._prefix}: expected channel_scale ({input_size},), found {tuple(mask.channel_scale.shape)}; "
-                    "the bundle is of another model"
-                )
-        # One mask for a stored qkv_proj or gate_up_proj: its outputs are one projection.
-        self._widths = list(output_partition_sizes) if len(self._masks) > 1 else [sum(output_partition_sizes)]
-        self._in_features = input_size_per_partition
-        super().create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, *rest, **more)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Lay the weights out channel-major, with scales and thresholds beside them."""
-        device = layer.weight.device
-        layer.weight.data = channel_major(layer.weight.data)
-        # A layer split along its inputs has a slice of them here.
-        first = layer.tp_rank * self._in_features if len(self._masks[0].channel_scale) != self._in_features else 0
-        scales, thresholds = mask_tensors(self._masks, slice(first, first + self._in_features))
-        layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
-        layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
-        layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
-        given = Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths)
-        reserve(given, ahead=self._ahead)
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch."""
-        ready = self._ahead and torch.compiler.is_compiling()
-        if ready:
-            x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)
-        masks = layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked
-        return torch.ops.wisparse.masked_linear(x, layer.weight, bias, *masks, self._widths, ready)

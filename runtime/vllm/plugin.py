@@ -9,7 +9,7 @@ from typing import Any
 from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import MANIFEST, SIDECAR
 
-from .settings import NAME, require_known_version, why_quantised_is_refused
+from .settings import NAME, require_known_version, why_experts_are_refused
 
 log = logging.getLogger("vllm.wisparse")
 
@@ -60,13 +60,9 @@ def with_bundles(parser: Any) -> type:
                 log.warning("%s: config.json has an entry of WiSparse but no masks lie beside it: a dense model", model)
                 return found, config
             stored = found.get("quantization_config")
-            entry = {"quant_method": NAME}
+            entry: dict[str, Any] = {"quant_method": NAME}
             if isinstance(stored, dict):
-                refused = why_quantised_is_refused(found, stored)
-                if refused is None:
-                    log.warning("%s: masks off: vLLM's kernels for quantised experts run this bundle dense", model)
-                    return found, config
-                entry["refused"] = refused
+                entry |= {"stored": stored, "refused": why_experts_are_refused(found, stored)}
             config.quantization_config = found["quantization_config"] = entry
             return found, config
 

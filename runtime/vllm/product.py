@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,10 @@ from .settings import may_mask
 if TYPE_CHECKING:  # Triton need not be installed
     from wisparse.kernels.gpu.products import Product
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
+CODE_ROWS = 16  # up to which our products of codes take a batch in place of vLLM's
+_WIDE = 1 << 16  # outputs
 
 
 def channel_major(weight: Tensor) -> Tensor:
@@ -36,10 +39,11 @@ def channel_major(weight: Tensor) -> Tensor:
 
 
 def mask_tensors(masks: Sequence[ProjectionMask], channels: slice) -> tuple[Tensor, Tensor]:
-    """Scales (projections, K) of these channels and thresholds (projections,), both float32."""
+    """Scales (projections, K) of these channels and thresholds (projections,), or one for each plane, both float32."""
     # Explicitly: vLLM builds models with the weights' type as torch's default.
     scales = torch.stack([mask.channel_scale[channels] for mask in masks]).float()
-    return scales, torch.tensor([mask.threshold for mask in masks], dtype=torch.float32)
+    thresholds = [threshold for mask in masks for threshold in mask.plane_thresholds or (mask.threshold,)]
+    return scales, torch.tensor(thresholds, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -51,19 +55,39 @@ class Layer:
     scales: Tensor
     thresholds: Tensor
     widths: Sequence[int]
+    codes: str = ""  # their type, if the weight holds codes in our layout
+    code_scales: Tensor | None = None
+    code_zeros: Tensor | None = None
 
-    def linear(self) -> Any:
-        from wisparse.kernels.gpu.weights import FusedLinear, unquantized
+    def linear(self, dtype: torch.dtype, *, dense: bool = False) -> Any:
+        """The ``FusedLinear`` for activations of ``dtype``; a threshold of 0 drops nothing, so it need not be dense."""
+        from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, unquantized
 
-        # Never "dense", so that a compiled graph holds for any bundle: a threshold of 0 drops nothing.
-        weight = unquantized(self.weight.t(), tuple(self.widths))
-        return FusedLinear(weight, self.bias, self.scales, self.thresholds, dense=False)
+        widths, scales = tuple(self.widths), self.code_scales
+        if scales is None:
+            weight = unquantized(self.weight.t(), widths)
+        else:
+            group, planes = len(self.weight) // len(scales), len(self.thresholds) // len(widths)
+            weight = DeviceWeight(self.codes, self.weight, scales, self.code_zeros, group, dtype, widths, planes)
+        return FusedLinear(weight, self.bias, self.scales, self.thresholds, dense=dense)
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Each projection's weight (width, K) and bias (width,)."""
+        """Each projection's weight (width, K), of graded weights (2, width, K), and bias (width,)."""
         widths = list(self.widths)
         biases: Sequence[Tensor | None] = [None] * len(widths) if self.bias is None else self.bias.split(widths)
-        return zip(self.weight.split(widths), biases, strict=True)
+        return zip(self.weight.split(widths, dim=-2), biases, strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """What the host knows of a weight besides the operator's arguments, which are all that a compiled graph holds."""
+
+    dense: bool  # its masks drop nothing
+    many: Callable[[Tensor, Tensor | None], Tensor] | None = None  # vLLM's product of the same weights, of x and bias
+
+
+PLACED: weakref.WeakValueDictionary[int, Placed] = weakref.WeakValueDictionary()  # by the weight's address
+_UNKNOWN = Placed(dense=False)
 
 
 def masked_linear(
@@ -75,29 +99,41 @@ def masked_linear(
     masked: Tensor,
     widths: list[int],
     ready: bool = False,
+    codes: str = "",
+    code_scales: Tensor | None = None,
+    code_zeros: Tensor | None = None,
 ) -> Tensor:
     """Projections of x (..., K) that read the same input, over the channels that each row keeps: (..., N). weight: (N,
     K), on a GPU with contiguous columns, the projections' outputs side by side; bias: (N,); scales: (projections, K)
     float32; thresholds: (projections,) float32; masked: (rows or more,) float32, 1 for a row that is masked, else 0;
-    widths: outputs of each projection; ready: x comes from `mask_ahead`."""
+    widths: outputs of each projection; ready: x comes from `mask_ahead`. Of quantised weights on a GPU, ``DeviceWeight``'s:
+    weight: the codes, codes: their type, code_scales and code_zeros. Of graded weights thresholds: (projections * 2,), and
+    in plain torch weight: (2, N, K), itself and its low plane. Batches of more than 16 rows are dense where vLLM's own
+    product takes them."""
     finish_compiling()
     count = x.numel() // x.shape[-1]
     if count > len(masked):
         raise RuntimeError(f"expected a batch of at most {len(masked)} tokens, found {count}")
+    placed = PLACED.get(weight.data_ptr(), _UNKNOWN)
+    if placed.many is not None and count > CODE_ROWS:
+        return placed.many(x, bias)
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not capturing and not may_mask(masked):
-        return functional.linear(x, weight, bias)
+    dense = placed.dense or not (capturing or may_mask(masked))
+    if dense and code_scales is None:
+        return functional.linear(x, weight if weight.dim() == 2 else weight[0], bias)
     rows, masked = x.reshape(-1, x.shape[-1]).contiguous(), masked[:count]
-    layer = Layer(weight, bias, scales, thresholds, widths)
-    if not (x.is_cuda and x.dtype in _HALF):
+    layer = Layer(weight, bias, scales, thresholds, widths, codes, code_scales, code_zeros)
+    if code_scales is not None:
+        y = of_codes(rows, layer, masked, dense=placed.dense or (dense and count > CODE_ROWS))
+    elif not (x.is_cuda and x.dtype in HALF):
         y = functional.linear(rows, weight, bias) if ready else in_torch(rows, layer, masked)
     else:
-        product = product_of(layer, count, ready)
+        product = product_of(layer, x.dtype, count, ready=ready)
         if ready and not product.fused:
             y = functional.linear(rows, weight, bias)
         else:
             y = launched(product, rows, layer, masked)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return y.reshape(*x.shape[:-1], sum(widths))
 
 
 # Not by torch.library.custom_op, whose wrapper takes as long as a product's launch where no graph is replayed.
@@ -106,7 +142,9 @@ _LIBRARY.define("masked_linear" + torch.library.infer_schema(masked_linear, muta
 for _place in ("CUDA", "CPU"):
     _LIBRARY.impl("masked_linear", masked_linear, _place)
 torch.library.register_fake(
-    "wisparse::masked_linear", lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])), lib=_LIBRARY
+    "wisparse::masked_linear",
+    lambda x, weight, bias, scales, thresholds, masked, widths, *_: x.new_empty((*x.shape[:-1], sum(widths))),
+    lib=_LIBRARY,
 )
 
 
@@ -118,25 +156,57 @@ def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> T
 
 def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """The definition, projection by projection."""
-    parts = zip(layer.scales, layer.thresholds, layer.parts(), strict=True)
-    inputs = ((mask_ahead(x, scale, threshold, masked), part) for scale, threshold, part in parts)
-    return torch.cat([functional.linear(kept, weight, bias) for kept, (weight, bias) in inputs], dim=-1)
+    outputs = []
+    limits = layer.thresholds.view(len(layer.widths), -1)
+    for scale, planes, (weight, bias) in zip(layer.scales, limits, layer.parts(), strict=True):
+        kept, *lows = (mask_ahead(x, scale, threshold, masked) for threshold in planes)
+        y = functional.linear(kept, weight[0] if lows else weight, bias)
+        for low in lows:  # without the low plane of channels that keep the high plane only
+            y = y - functional.linear(kept - low, weight[1])
+        outputs.append(y)
+    return torch.cat(outputs, dim=-1)
 
 
-def product_of(layer: Layer, rows: int, ready: bool) -> Product:
+def of_codes(x: Tensor, layer: Layer, masked: Tensor, *, dense: bool) -> Tensor:
+    """The product (M, N) of quantised weights on a GPU by our kernels."""
+    from wisparse.kernels.gpu.products import MASKED_ROWS
+
+    if len(x) > MASKED_ROWS and sum(layer.widths) > _WIDE:  # an output layer: ``widen`` would need as much memory
+        pieces = zip(x.split(MASKED_ROWS), masked.split(MASKED_ROWS), strict=True)
+        return torch.cat([of_codes(part, layer, rows, dense=dense) for part, rows in pieces])
+    product = product_of(layer, x.dtype, len(x), dense=dense)
+    if product.copies and len(layer.thresholds) > len(layer.widths):  # more rows of planes than a kernel masks
+        weight = layer.linear(x.dtype).weight
+        both = torch.stack([widened(weight, low) for low in (False, True)])
+        return in_torch(x, replace(layer, weight=both), masked)
+    return launched(product, x, layer, masked, dense=dense)
+
+
+def widened(weight: Any, low: bool = False) -> Tensor:
+    """The dequantised weight (N, K), or its low plane."""
+    from wisparse.kernels.gpu.weights import dequantize
+
+    out = torch.empty(sum(weight.widths), weight.in_features, dtype=weight.dtype, device=weight.data.device)
+    for index, part in enumerate(out.split(weight.widths)):
+        dequantize(weight, index, part.t(), low=low)
+    return out
+
+
+def product_of(layer: Layer, dtype: torch.dtype, rows: int, *, ready: bool = False, dense: bool = False) -> Product:
     from wisparse.kernels.gpu.products import choose_product
 
-    return choose_product(layer.linear().shape, rows, "plugin", ready=ready)
+    return choose_product(layer.linear(dtype, dense=dense).shape, rows, "plugin", ready=ready)
 
 
-def launched(product: Product, x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
+def launched(product: Product, x: Tensor, layer: Layer, masked: Tensor, *, dense: bool = False) -> Tensor:
     from wisparse.kernels.gpu.launch import multiply
 
-    return multiply(product, layer.linear(), x, _scratch(x.device, x.dtype), row_mask=masked)
+    linear, scratch = layer.linear(x.dtype, dense=dense), scratch_of(x.device, x.dtype)
+    return multiply(product, linear, x, scratch, row_mask=None if dense else masked)
 
 
 @functools.cache
-def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
+def scratch_of(device: torch.device, dtype: torch.dtype) -> Any:
     """One for all layers: their launches follow one another on one stream."""
     from wisparse.kernels.gpu.launch import Scratch
 
@@ -153,35 +223,59 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(3, len(os.sched_getaffinity(0))), "wisparse-compile")
 
 
-def reserve(layer: Layer, *, ahead: bool = False) -> None:
+def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = False) -> None:
     """Before the first batch: allocate the scratch memory, whose address graphs capture, and compile the layer's kernels
     in threads, unless a layer like it came before. ``ahead``: its inputs are masked by `mask_ahead`."""
-    weight = layer.weight
-    if not (weight.is_cuda and weight.dtype in _HALF):
+    weight, codes, dense = layer.weight, layer.code_scales is not None, placed.dense
+    if not codes and (dense or not (weight.is_cuda and dtype in HALF)):
         return
     from wisparse.kernels.gpu.products import MASKED_ROWS, PLUGIN_ROWS
 
-    for rows in range(1, PLUGIN_ROWS + 1):
-        _scratch(weight.device, weight.dtype).reserve(product_of(layer, rows, ahead))
-    kind = (weight.device, weight.dtype, weight.shape[1], tuple(layer.widths), layer.bias is None)
-    if kind in _known:
+    # The products in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel.
+    sizes = (1, 2, 4, 8, 16, 32, 64, MASKED_ROWS, MASKED_ROWS + 1)
+    fused, scratch = PLUGIN_ROWS, scratch_of(weight.device, dtype)
+    if codes:
+        sizes = tuple(rows for rows in sizes if placed.many is None or rows <= CODE_ROWS)
+        if sum(layer.widths) > _WIDE:
+            sizes = tuple(rows for rows in sizes if rows <= MASKED_ROWS)
+        fused = CODE_ROWS if placed.many is not None else 2 * CODE_ROWS
+    wanted = [(rows, dense) for rows in sizes]
+    if codes and not dense:  # batches of prompts
+        wanted += [(rows, True) for rows in sizes if rows > CODE_ROWS]
+    for rows in range(1, fused + 1):
+        for whole in {dense, codes and (dense or rows > CODE_ROWS)}:
+            scratch.reserve(product_of(layer, dtype, rows, ready=ahead, dense=whole))
+    products = [(product_of(layer, dtype, rows, ready=ahead, dense=whole), whole) for rows, whole in wanted]
+    if codes and any(product.kernel == "cuBLAS" for product, _ in products):
+        size = max(layer.widths) * layer.scales.shape[1]
+        if scratch.widened is None or scratch.widened.numel() < size:
+            scratch.widened = torch.empty(size, dtype=dtype, device=weight.device)
+    kind = (
+        weight.device,
+        dtype,
+        layer.codes,
+        weight.shape[1],
+        layer.scales.shape,
+        tuple(layer.widths),
+        layer.bias is None,
+    )
+    if kind in _known or not weight.is_cuda:
         return
     _known.add(kind)
     stream = torch.cuda.current_stream(weight.device)
 
-    def launch_on_zeros(product: Product) -> None:
+    def launch_on_zeros(product: Product, whole: bool) -> None:
         with torch.inference_mode(), torch.cuda.stream(stream):
             masked = torch.ones(product.rows, dtype=torch.float32, device=weight.device)
-            launched(product, weight.new_zeros(product.rows, weight.shape[1]), layer, masked)
+            x = torch.zeros(product.rows, layer.scales.shape[1], dtype=dtype, device=weight.device)
+            launched(product, x, layer, masked, dense=whole)
 
-    # The products in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel.
     compiled = set()
-    for rows in (1, 2, 4, 8, 16, 32, 64, MASKED_ROWS, MASKED_ROWS + 1):
-        product = product_of(layer, rows, ahead)
-        key = product.kernel, product.problem, product.tile, product.copies
-        if key not in compiled and (product.masks or product.copies):
+    for product, whole in products:
+        key = product.kernel, product.problem, product.tile, product.copies, whole
+        if key not in compiled and (product.masks or product.copies or codes):
             compiled.add(key)
-            _running.append(_threads().submit(launch_on_zeros, product))
+            _running.append(_threads().submit(launch_on_zeros, product, whole))
 
 
 def finish_compiling() -> None:

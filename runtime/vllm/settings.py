@@ -23,8 +23,10 @@ from wisparse.formats.guard import expect
 # 0.26 and 0.32 were run; where they differ the code says so.
 FIRST, BEFORE = (0, 26), (0, 33)
 NAME = "wisparse"
+PLAIN = ("compressed-tensors", "gptq", "awq")  # methods of checkpoints that run by ours if asked for
 POLICIES = ("dense", "all")  # "half" needs whole prompts, and vLLM reads them in chunks
-ENVIRONMENT = {"prefill": "WISPARSE_VLLM_PREFILL", "sparsity": "WISPARSE_VLLM_SPARSITY"}
+LAYOUTS = ("ours", "both")  # of quantised weights
+ENVIRONMENT = {key: f"WISPARSE_VLLM_{key.upper()}" for key in ("prefill", "sparsity", "layouts")}
 _AT: weakref.WeakValueDictionary[int, MaskedRows] = weakref.WeakValueDictionary()
 
 
@@ -39,19 +41,15 @@ def require_known_version(found: str) -> None:
         )
 
 
-def why_quantised_is_refused(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
-    """None where vLLM's own kernels run the bundle dense: with experts that they can read. config: ``config.json``,
-    stored: its ``quantization_config``."""
-    if not has_experts(config):
-        return (
-            f"expected a bundle of bf16, fp16 or fp32 weights in vLLM, found weights quantised by "
-            f"{stored.get('quant_method')}: vLLM's kernels for them cannot leave channels unread; run the bundle dense "
-            "here (VLLM_PLUGINS='' vllm serve …) or with its masks by `wisparse serve`, or convert the unquantised model"
-        )
+def why_experts_are_refused(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
+    """None where vLLM can read the quantised experts of a bundle, or there are none. config: ``config.json``, stored: its
+    ``quantization_config``."""
     row = ARCHITECTURES.get(str(config.get("model_type")))
     groups = stored.get("config_groups")
     given = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     reason = None
+    if not has_experts(config):
+        return None
     if row is not None and row.experts is not None and row.experts.stacked is not None:
         reason = "found quantised ones apart, where vLLM reads those of a block in one tensor"
     elif any("'type': 'float'" in str(group.get("weights")) and not group.get("input_activations") for group in given):
@@ -78,6 +76,7 @@ def require_cards(size: int, model: Any) -> None:
 class Settings:
     prefill: str  # dense: prompt tokens are not masked; all: every token but the first
     sparsity: float  # of a sparsity level, or 0
+    layouts: str | None = None  # ours: quantised weights are held once; both: in vLLM's layout too, for larger batches
 
     @classmethod
     def read(cls, additional: Any, environment: Mapping[str, str], default: float) -> Settings:
@@ -93,12 +92,13 @@ class Settings:
         given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)} | {**entry}
         unknown = next((str(key) for key in given if key not in ENVIRONMENT), None)
         expect(unknown is None, "additional_config: wisparse", " or ".join(ENVIRONMENT), unknown)
-        prefill, sparsity = given.get("prefill", "dense"), given.get("sparsity", default)
+        prefill, sparsity, layouts = given.get("prefill", "dense"), given.get("sparsity", default), given.get("layouts")
         expect(prefill in POLICIES, "prefill", f"one of {', '.join(POLICIES)} in vLLM", prefill)
+        expect(layouts in (None, *LAYOUTS), "layouts", f"one of {', '.join(LAYOUTS)}", layouts)
         try:
             if isinstance(sparsity, bool):
                 raise ValueError
-            return cls(prefill, float(sparsity))
+            return cls(prefill, float(sparsity), layouts)
         except (TypeError, ValueError):
             raise UsageError(f"sparsity: expected a number, found {sparsity!r:.80}") from None
 
@@ -114,6 +114,7 @@ class MaskedRows:
         # captured with the masks in them.
         self._uniform: float | None = 1.0
         self.any = True  # whether any row may be masked
+        self.own_bytes = self.other_bytes = 0  # of quantised weights, in our layout and in vLLM's
 
     def on(self, device: torch.device) -> Tensor:
         """(rows,) float32 on ``device``, the same tensor for every layer."""

@@ -1,0 +1,162 @@
+"""Our linear layers in vLLM's models: loading, layouts and the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers import linear
+
+from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.errors import BundleError, UsageError
+from wisparse.formats.quantization import Packing
+from wisparse.formats.weight_types import QuantizedMatrix, round_weight
+
+from .codes import create_parameters, device_weight, plain_weight, read_matrices
+from .product import HALF, PLACED, Layer, Placed, channel_major, mask_ahead, mask_tensors, reserve
+from .settings import MaskedRows
+
+_Codes = tuple[str, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Projections:
+    """What a layer of vLLM's computes."""
+
+    prefix: str
+    count: int  # projections that are stored on their own: 1 for a stored qkv_proj or gate_up_proj
+    masks: Sequence[ProjectionMask]  # of each, in the order of the layer's outputs; none: dense
+    packing: Packing | None  # None: not quantised in the files
+    dense: bool  # the masks drop nothing
+    rows: MaskedRows
+    # vLLM's method for the same weights, and a layer for it, from the layer: a second layout. None: one layout.
+    other: Callable[[Any], tuple[Any, torch.nn.Module]] | None = None
+    rounded: bool = False  # to int8, once loaded
+
+
+@linear.register_weight_loader_v2_supported_method
+class WisparseLinearMethod(linear.UnquantizedLinearMethod):
+    """vLLM's own layer up to the loaded weights, our product from there on."""
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, of: Projections) -> None:
+        super().__init__()
+        self._of = of
+        # It reads the product of activation and up: a compiler fuses the mask into that.
+        self._ahead = of.prefix.endswith(".down_proj") and len(of.masks) == 1 and of.packing is None
+        self._widths: list[int] = []
+        self._in_features, self._split, self._dtype = 0, False, torch.float32
+        self._other: tuple[Any, torch.nn.Module] | None = None
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **more: Any,
+    ) -> None:
+        """As vLLM's own, with the masks checked against the layer."""
+        of, outputs = self._of, len(output_partition_sizes)
+        if of.count not in (1, outputs):
+            raise BundleError(f"{of.prefix}: expected {outputs} projections, found {of.count}")
+        for mask in of.masks:
+            if len(mask.channel_scale) != input_size:
+                raise BundleError(
+                    f"{of.prefix}: expected channel_scale ({input_size},), found {tuple(mask.channel_scale.shape)}; "
+                    "the bundle is of another model"
+                )
+        self._widths = list(output_partition_sizes) if of.count > 1 else [sum(output_partition_sizes)]
+        self._in_features, self._split = input_size_per_partition, input_size_per_partition != input_size
+        self._dtype = params_dtype
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
+        if of.packing is None:
+            super().create_weights(layer, *sizes, **more)
+            return
+        loader = more["weight_loader"]
+        create_parameters(layer, of.packing, of.prefix, self._widths, self._in_features, self._split, loader)
+        if of.other is not None:
+            self._other = method, twin = of.other(layer)
+            try:
+                method.create_weights(twin, *sizes, weight_loader=lambda *_, **__: None)
+            except (ValueError, NotImplementedError) as error:
+                ours = '--additional-config \'{"wisparse": {"layouts": "ours"}}\''
+                raise UsageError(f"{of.prefix}: vLLM has no product of these weights ({error}); use {ours}") from None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Lay the weights out channel-major, with scales and thresholds beside them."""
+        of, k, count = self._of, self._in_features, len(self._widths)
+        # A layer split along its inputs has a slice of them here.
+        first = layer.tp_rank * k if self._split else 0
+        scales, thresholds = torch.ones(count, k, dtype=torch.float32), torch.zeros(count, dtype=torch.float32)
+        if of.masks:
+            scales, thresholds = mask_tensors(of.masks, slice(first, first + k))
+        many: Callable[[Tensor, Tensor | None], Tensor] | None = None
+        codes: _Codes = ("", None, None)
+        loaded = {name: value.data for name, value in layer.named_parameters(recurse=False) if name != "bias"}
+        if of.packing is not None:
+            many = None if self._other is None else self._fill_other(*self._other, loaded)
+            matrices = list(read_matrices(loaded, of.packing, of.prefix, self._widths, k, first))
+            codes = self._store_codes(layer, matrices, loaded, planes=len(thresholds) // count)
+        elif of.rounded:
+            codes = self._store_codes(layer, [round_weight(loaded["weight"], "int8")], loaded, planes=1)
+        else:
+            layer.weight.data = channel_major(layer.weight.data)
+        device = layer.weight.device
+        layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
+        layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
+        layer.register_buffer("wisparse_masked", of.rows.on(device), persistent=False)
+        layer.wisparse_codes = codes[0]
+        layer.register_buffer("wisparse_code_scales", codes[1], persistent=False)
+        layer.register_buffer("wisparse_code_zeros", codes[2], persistent=False)
+        layer.wisparse_placed = PLACED[layer.weight.data_ptr()] = Placed(of.dense, many)
+        bias, masks = getattr(layer, "bias", None), (layer.wisparse_scales, layer.wisparse_thresholds)
+        given = Layer(layer.weight, bias, *masks, self._widths, *codes)
+        reserve(given, self._dtype, layer.wisparse_placed, ahead=self._ahead)
+
+    def _store_codes(
+        self, layer: Any, matrices: Sequence[QuantizedMatrix], loaded: Iterable[str], planes: int
+    ) -> _Codes:
+        """Replace the loaded parameters by ``layer.weight``; the codes' type, scales and zero points."""
+        for name in loaded:
+            delattr(layer, name)
+        codes: _Codes = ("", None, None)
+        if matrices[0].codes.is_cuda and self._dtype in HALF:
+            weight = device_weight(matrices, planes, self._dtype)
+            data, codes = weight.data, (weight.quant, weight.scales, weight.zeros)
+        else:
+            data = plain_weight(matrices, planes, self._dtype)
+        layer.register_parameter("weight", torch.nn.Parameter(data, requires_grad=False))
+        self._of.rows.own_bytes += sum(one.nbytes for one in (data, *codes[1:]) if one is not None)
+        return codes
+
+    def _fill_other(
+        self, method: Any, twin: torch.nn.Module, loaded: Mapping[str, Tensor]
+    ) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """vLLM's own product, of the loaded parameters."""
+        for name, value in twin.named_parameters(recurse=False):
+            if name in loaded:
+                value.data.copy_(loaded[name])
+        method.process_weights_after_loading(twin)
+        self._of.rows.other_bytes += sum(value.nbytes for value in (*twin.parameters(), *twin.buffers()))
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            found: Tensor = method.apply(twin, x, bias)
+            return found
+
+        return product
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch."""
+        ready = self._ahead and torch.compiler.is_compiling()
+        if ready:
+            x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)
+        masks = layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked
+        codes = layer.wisparse_codes, layer.wisparse_code_scales, layer.wisparse_code_zeros
+        return torch.ops.wisparse.masked_linear(x, layer.weight, bias, *masks, self._widths, ready, *codes)
