@@ -4,8 +4,7 @@
     python benchmarks/planes.py MODEL --forms planes-4 int4 --tokens 8192 --search fisher    # on a CPU
 
 Without texts: Python's standard library, every other file. Bits stored and read count all scales, but not the widths. A
-form has its bits, if any, and with ``/source`` the source's coordinates, else the rotated ones; ``vectors`` are planes
-whose codes are bytes for four weights.
+form has its bits, if any, and with ``/source`` the source's coordinates, else the rotated ones.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from wisparse.converter.search.allocation import MAX_SPARSITY
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
 from wisparse.converter.source import SourceModel, load_source
 
-FORMS = ("native", "int4", "int4/source", "graded", "planes-4", "planes-5", "vectors-4", "vectors-5")
+FORMS = ("native", "int4", "int4/source", "graded", "planes-4", "planes-5", "planes-4/source", "planes-5/source")
 READ = (4.0, 3.5, 3.0, 2.5, 2.1)
 _SCALE_BITS = 16
 
@@ -66,15 +65,14 @@ def of_form(form: str, dense: list[torch.Tensor], options: argparse.Namespace) -
         fit = tokens.joined(half())
     weights = sum(module.weight.numel() for module in source.projections.values())
     fixed = 0.0  # bits a weight that are read always
-    if "-" in kind:
-        name, bits = kind.split("-")
-        matrices = quantise_in_planes(source, fit, float(bits), "vector" if name == "vectors" else "integer")
+    if kind.startswith("planes"):
+        matrices = quantise_in_planes(source, fit, float(kind.partition("-")[2]))
         stored = sum(matrix.bits for matrix in matrices.values()) / weights
         fixed = sum(_SCALE_BITS * len(matrix.output_scales) for matrix in matrices.values()) / weights
         about = dict.fromkeys((2, 4, 6, 8), 0)
         for matrix in matrices.values():
             for planes, count in zip(*torch.bincount(matrix.channels).unique(return_counts=True), strict=True):
-                about[2 * int(planes)] += int(count) * len(matrix.output_scales)
+                about[2 * int(planes)] += int(count) * matrix.codes.shape[1]
         print(form, {width: round(count / weights, 3) for width, count in about.items()}, file=sys.stderr)
         source = read_by_rows(source, matrices)
     else:
@@ -93,9 +91,9 @@ def of_form(form: str, dense: list[torch.Tensor], options: argparse.Namespace) -
 
     with MaskedModel(source.projections) as masked:
         add(measured(masked, {}))
-    read_bits = (16 * 0.7, 16 * 0.5) if kind == "native" else options.read
+    bits = (16 * 0.7, 16 * 0.5) if kind == "native" else options.read
     sparsities = sorted(
-        (s for s in (1 - (b - fixed) / (stored - fixed) for b in read_bits) if 0.01 < s < MAX_SPARSITY), reverse=True
+        (s for s in (1 - (b - fixed) / (stored - fixed) for b in bits) if 0.01 < s < MAX_SPARSITY), reverse=True
     )
     settings = SearchSettings(search=options.search, refine_steps=options.steps, batch_size=options.batch)
     with SparsityLevels(source, tokens, settings) as levels:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,8 @@ from .sensitivity import fisher_diagonal
 from .source import SourceModel
 from .state import NO_STATE, Stages
 
-# Width in bits -> the mean squared error of a normal variable of variance 1, by kind of codes; and the best uniform step.
-_ERRORS = {
-    "integer": {2: 0.1188, 4: 0.01154, 6: 0.00104, 8: 0.000089},
-    "vector": {2: 0.0967, 4: 0.0102, 6: 0.0013, 8: 0.00028},
-}
+# Width in bits -> the mean squared error of a normal variable of variance 1, rounded uniformly, and the best step.
+_ERRORS = {2: 0.1188, 4: 0.01154, 6: 0.00104, 8: 0.000089}
 _STEPS = {2: 0.9957, 4: 0.3352, 6: 0.1041, 8: 0.0308}
 # Steps that are tried for a channel, in units of the best one of a normal variable.
 _FACTORS = (0.72, 0.8, 0.87, 0.93, 1.0, 1.06, 1.13, 1.22, 1.33, 1.5)
@@ -35,8 +31,6 @@ _LARGEST_BIT_PRICE = 200.0  # log2 of the ratio between the prices that `choose_
 # Of the least-squares scales of rows: the ridge, relative to the diagonal.
 _RIDGE = 0.02
 _FISHER_TOKENS = 16384
-# Vector codes: a byte is four neighbouring outputs' values.
-_LENGTH, _POINTS, _SAMPLES, _ROUNDS = 4, 256, 1 << 16, 25
 _BATCH_SIZE = 4  # sequences
 
 
@@ -44,59 +38,26 @@ _BATCH_SIZE = 4  # sequences
 class PlaneMatrix:
     """A weight (N, K) as rows of codes, plane by plane, the channels ascending in each; plane 1 has all channels."""
 
-    codes: (
-        Tensor  # (R, N) uint8, 0 to 3; vector codes: (R, N / 4), of plane 1 `vector_tables()[0]`'s, else those of [1]
-    )
+    codes: Tensor  # (R, N) uint8, 0 to 3
     channels: Tensor  # (R,) int64: each row's channel
     row_scales: Tensor  # (R,) float32, float16's values
     output_scales: Tensor  # (N,) float32, float16's values
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """What an input's channels are multiplied by, (N, R)."""
-        return (self.values() * self.row_scales[:, None] * self.output_scales).to(dtype).t()
-
-    def values(self) -> Tensor:
-        """The codes' values (R, N) float32."""
-        if self.codes.shape[1] == len(self.output_scales):
-            return self.codes.to(torch.float32) - 1.5
-        tables, first = vector_tables(), int(self.channels.max()) + 1
-        index, device = self.codes.long(), self.codes.device
-        parts = (table.to(device)[rows] for table, rows in zip(tables, (index[:first], index[first:]), strict=True))
-        return torch.cat(list(parts)).flatten(1)
+        values = (self.codes.to(torch.float32) - 1.5) * self.row_scales[:, None] * self.output_scales
+        return values.to(dtype).t()
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """(N, K): the sum of each channel's rows."""
         width = int(self.channels.max()) + 1
-        weight = self.row_scales.new_zeros(len(self.output_scales), width)
+        weight = self.codes.new_zeros(self.codes.shape[1], width, dtype=torch.float32)
         return weight.index_add_(1, self.channels, self.rows(torch.float32)).to(dtype)
 
     @property
     def bits(self) -> int:
         """Everything stored, but for the widths."""
-        return 2 * len(self.channels) * len(self.output_scales) + _SCALE_BITS * (
-            len(self.row_scales) + len(self.output_scales)
-        )
-
-
-@cache
-def vector_tables() -> tuple[Tensor, Tensor]:
-    """The values (256, 4) of vector codes: Lloyd's points for normal variables, and for the rest of these."""
-    draw = torch.Generator().manual_seed(0)
-    left, tables = torch.randn(_SAMPLES, _LENGTH, generator=draw), []
-    for _ in range(2):
-        left = left / left.square().mean().sqrt()
-        table = left[:_POINTS].clone()
-        for _ in range(_ROUNDS):
-            index = _nearest(left, table)
-            counts = torch.bincount(index, minlength=_POINTS).clamp_min(1)[:, None]
-            table = torch.zeros_like(table).index_add_(0, index, left) / counts
-        tables.append(table)
-        left = left - table[_nearest(left, table)]
-    return tables[0], tables[1]
-
-
-def _nearest(points: Tensor, table: Tensor) -> Tensor:
-    return (points @ table.t() - table.square().sum(1) / 2).argmax(1)
+        return 2 * self.codes.numel() + _SCALE_BITS * (len(self.row_scales) + len(self.output_scales))
 
 
 def output_fisher(source: SourceModel, tokens: CalibrationTokens) -> dict[str, Tensor]:
@@ -124,7 +85,7 @@ def output_fisher(source: SourceModel, tokens: CalibrationTokens) -> dict[str, T
 
 
 def choose_widths(
-    source: SourceModel, tokens: CalibrationTokens, bits: float, fisher: Mapping[str, Tensor], kind: str = "integer"
+    source: SourceModel, tokens: CalibrationTokens, bits: float, fisher: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Each channel's width, (K,) int64 by projection, so that the least predicted loss is stored in ``bits`` a weight,
     with all scales. A channel's loss is its conditional variance given the channels rounded after it, times the errors'
@@ -148,7 +109,7 @@ def choose_widths(
     outputs = {name: len(fisher[name]) for name in losses}
     weights = sum(len(loss) * outputs[name] for name, loss in losses.items())
     budget = bits * weights - _SCALE_BITS * sum(outputs.values())
-    widths, errors = (torch.tensor(list(row)) for row in (_ERRORS[kind], _ERRORS[kind].values()))
+    widths, errors = (torch.tensor(list(row)) for row in (_ERRORS, _ERRORS.values()))
     by_name = {name: loss.cpu().clamp_min(1e-300)[:, None] * errors for name, loss in losses.items()}
     costs = {name: widths * outputs[name] + _SCALE_BITS * widths // 2 for name in losses}
 
@@ -176,23 +137,18 @@ def _normalised(weight: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     return weight / scales[:, None], scales
 
 
-def fit_planes(
-    weight: Tensor, moments: Tensor, cross: Tensor | None, widths: Tensor, fisher: Tensor, kind: str = "integer"
-) -> PlaneMatrix:
+def fit_planes(weight: Tensor, moments: Tensor, cross: Tensor | None, widths: Tensor, fisher: Tensor) -> PlaneMatrix:
     """GPTQ with a width for each channel; see `gptq.fit_int4` for weight, moments and cross. ``fisher`` (N,) weighs the
     outputs' errors in the choice of a channel's step."""
     target, output_scales = _normalised(corrected(weight, moments, cross), moments)
     importance = fisher.to(target.device, torch.float32) * output_scales.square()
     importance = importance / importance.mean().clamp_min(1e-30) + 1e-6
     order, factor = in_order(moments)
-    outputs, columns = target.shape
-    most, positions, device_widths = int(widths.max()) // 2, widths[order.cpu()].tolist(), widths.to(target.device)
-    length = outputs if kind == "integer" else outputs // _LENGTH
-    codes = torch.zeros(most, columns, length, dtype=torch.uint8, device=target.device)
-    scales = torch.ones(most, columns, device=target.device)
-    factors = torch.tensor(_FACTORS, device=target.device)[:, None]
+    codes = torch.empty(target.shape[1], target.shape[0], dtype=torch.uint8, device=target.device)
+    steps = torch.ones(target.shape[1], device=target.device)
+    factors, positions = torch.tensor(_FACTORS, device=target.device)[:, None], widths[order.cpu()].tolist()
 
-    def integers(k: int, column: Tensor) -> Tensor:
+    def rounded(k: int, column: Tensor) -> Tensor:
         bits = positions[k]
         half = 2 ** (bits - 1)
         tried = (column.square().mean().sqrt().clamp_min(2.0**-12) * _STEPS[bits] * factors).half().float()
@@ -200,40 +156,24 @@ def fit_planes(
         # index_select, as an index of no dimensions would wait for a GPU.
         best = ((values.add(0.5).mul_(tried) - column).square_() @ importance).argmin(0, keepdim=True)
         code, step = values.index_select(0, best)[0], tried.index_select(0, best)[0, 0]
-        whole = (code + half).to(torch.uint8)
-        for plane in range(bits // 2):
-            shift = bits - 2 * (plane + 1)
-            codes[plane, k], scales[plane, k] = whole >> shift & 3, step * 2.0**shift
+        codes[k], steps[k] = (code + half).to(torch.uint8), step
         return (code + 0.5) * step
 
-    tables = [table.to(target.device) for table in vector_tables()] if kind == "vector" else []
-
-    def vectors(k: int, column: Tensor) -> Tensor:
-        left = column
-        for plane in range(positions[k] // 2):
-            table = tables[min(plane, 1)]
-            size = left.square().mean().sqrt().clamp_min(2.0**-14)
-            index = _nearest((left / size).view(-1, _LENGTH), table)
-            value = table.index_select(0, index).flatten()
-            weighted = value * importance
-            scale = ((weighted @ left) / (weighted @ value)).clamp(0.5 * size, 2 * size).half().float()
-            codes[plane, k], scales[plane, k] = index.to(torch.uint8), scale
-            left = left - value * scale
-        return column - left
-
-    round_columns(target[:, order], factor, integers if kind == "integer" else vectors)
-    back, rows = torch.argsort(order), []
-    for plane in range(most):
+    round_columns(target[:, order], factor, rounded)
+    back = torch.argsort(order)
+    codes, steps = codes[back], steps[back]
+    device_widths, rows = widths.to(codes.device), []
+    for plane in range(int(widths.max()) // 2):
         channels = (device_widths > 2 * plane).nonzero()[:, 0]
-        at = back[channels]
-        rows.append((codes[plane, at], channels, scales[plane, at]))
+        shift = device_widths[channels] - 2 * (plane + 1)
+        rows.append((codes[channels] >> shift[:, None] & 3, channels, steps[channels] * 2.0**shift))
     matrix = PlaneMatrix(*(torch.cat(parts) for parts in zip(*rows, strict=True)), output_scales)
     return _with_fitted_scales(matrix, target, moments, importance)
 
 
 def _with_fitted_scales(matrix: PlaneMatrix, target: Tensor, moments: Tensor, importance: Tensor) -> PlaneMatrix:
     """Least-squares scales of the rows, then of the outputs, for the codes; ``target``: the normalised weight."""
-    values = matrix.values() * matrix.row_scales[:, None]
+    values = (matrix.codes.to(torch.float32) - 1.5) * matrix.row_scales[:, None]  # (R, N)
     channels, weighted = matrix.channels, values * importance
     gram = (values @ weighted.t()) * moments[channels][:, channels]
     right = (weighted * (target @ moments).t()[channels]).sum(1)
@@ -251,21 +191,17 @@ def _with_fitted_scales(matrix: PlaneMatrix, target: Tensor, moments: Tensor, im
 
 @torch.no_grad()
 def quantise_in_planes(
-    source: SourceModel, tokens: CalibrationTokens, bits: float, kind: str = "integer", stages: Stages = NO_STATE
+    source: SourceModel, tokens: CalibrationTokens, bits: float, stages: Stages = NO_STATE
 ) -> dict[str, PlaneMatrix]:
     """Quantise every projection of ``source``, in place, to ``bits`` stored a weight; returns the codes by name."""
     if any(projection.experts for projection in source.config.projections()):
         raise UnsupportedModelError("planes: expected a model without routed experts")
-    if kind == "vector" and any(module.out_features % _LENGTH for module in source.projections.values()):
-        raise UnsupportedModelError(
-            f"planes of vector codes: expected multiples of {_LENGTH} outputs in all projections"
-        )
     fisher = output_fisher(source, tokens)
-    widths = choose_widths(source, tokens, bits, fisher, kind)
+    widths = choose_widths(source, tokens, bits, fisher)
     matrices: dict[str, PlaneMatrix] = {}
 
     def fit(name: str, weight: Tensor, moments: Tensor, cross: Tensor) -> PlaneMatrix:
-        return fit_planes(weight, moments, cross, widths[name], fisher[name], kind)
+        return fit_planes(weight, moments, cross, widths[name], fisher[name])
 
     with stages.progress.stage("Quantising", len(widths)) as stage:
         for name, matrix in fit_projections(source, tokens, 0, torch.float16, fit):

@@ -199,7 +199,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
     GatedAttention: ("gates of attention", frozenset({"onnx", "vllm"})),
-    LatentKeys: ("multi-head latent attention", frozenset({"numba", "triton", "onnx", "vllm"})),
+    LatentKeys: ("multi-head latent attention", frozenset({"onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
     Mamba2: ("Mamba-2 blocks", frozenset({"onnx", "vllm"})),
     UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),

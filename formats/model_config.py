@@ -170,6 +170,7 @@ class Block:
     num_kv_heads: int
     mixer: Mixer = "attention"
     shared_values: bool = False  # values are the output of ``k_proj``; no ``v_proj``
+    latent: bool = False  # multi-head latent attention: values are the keys, which are stored once
     kv_from: int | None = None  # index of an earlier block whose keys and values it uses; only ``q_proj``
     wide_mlp: bool = False  # the dense MLP's width is twice ``intermediate_size``
     experts: Experts | None = None  # in place of a dense MLP
@@ -529,7 +530,9 @@ def _blocks(
         own = window if kind == other and not arch.recurrent else None
         rotary = 1 if arch.local_rope and own is not None else at
         mixer: Mixer = "mamba2" if arch.mamba2 and kind == other else MIXERS.get(kind, "attention")
-        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, mixer, arch.latent))
+        blocks.append(
+            Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, mixer, arch.latent, arch.latent)
+        )
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
     shared = read_count(config, arch.shared_kv)

@@ -79,10 +79,8 @@ def peak_bytes(device: torch.device) -> int:
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> int:
     """Bytes of one position's keys and values in all blocks that have their own."""
-    if kv_cache_dtype == "auto":
-        return 2 * config.kv_size * dtype.itemsize
     blocks = [block for block in config.blocks if not block.recurrent and block.kv_from is None]
-    return 2 * sum(block.kv_size + block.num_kv_heads * torch.float32.itemsize for block in blocks)
+    return sum(nbytes for block in blocks for _, nbytes in stored_parts(block, dtype, kv_cache_dtype))
 
 
 def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -129,11 +127,11 @@ def paging_of(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str, page
 
 
 def stored_parts(block: Block, dtype: torch.dtype, kv_cache_dtype: str) -> list[tuple[torch.dtype, int]]:
-    """Dtype and bytes of a position's keys and values, and of their scales if quantized."""
+    """Dtype and bytes of a position's keys and values, and of their scales if quantized; with latents of keys alone."""
     quantised = kv_cache_dtype != "auto"
     kind = KV_CODES[kv_cache_dtype][0] if quantised else dtype
-    scales = [(torch.float32, 4 * block.num_kv_heads)] * 2 if quantised else []
-    return [(kind, block.kv_size * kind.itemsize)] * 2 + scales
+    parts = [(kind, block.kv_size * kind.itemsize), (torch.float32, 4 * block.num_kv_heads)][: 1 + quantised]
+    return [part for part in parts for _ in range(1 if block.latent else 2)]
 
 
 def padded(size: int, multiple: int) -> int:

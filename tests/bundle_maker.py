@@ -54,6 +54,12 @@ def make_bundle(source: Path, out: Path, *sparsities: float) -> Path:
             masks[name] = ProjectionMask(scale[name], threshold, 0.0 if dense else sparsity)
 
     for projection in projections:
+        if projection.experts:  # dense: transformers has no modules of single experts
+            for masks in levels.values():
+                masks[projection.name] = ProjectionMask(
+                    torch.ones(projection.experts, projection.in_features), 0.0, 0.0
+                )
+            continue
         model.get_submodule(projection.name).register_forward_pre_hook(partial(record, projection.name))
     tokens = torch.randint(3, checkpoint.config.vocab_size, (1, 48), generator=generator)
     model(tokens, use_cache=False)

@@ -1,6 +1,7 @@
 """Keys and values: those stored in 8 bits, and the pages that slots take and give back."""
 
 import ctypes
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -73,10 +74,11 @@ def test_the_loss_is_small(bundle: Path, stored: str, most: float, stdlib_files:
 
 
 def test_bytes_are_counted(variant_bundle: Callable[[str], Path]) -> None:
-    config = Bundle.open(variant_bundle("gemma4")).config
-    for kind in KV_CACHE_DTYPES:
+    for name, kind in itertools.product(("gemma4", "glm4-moe-lite"), KV_CACHE_DTYPES):
+        config = Bundle.open(variant_bundle(name)).config
         cache = KVCache(config, 2, 10, torch.device("cpu"), torch.bfloat16, kind)
-        tensors = [tensor for stored in cache.attention.values() for tensor in stored if tensor is not None]
+        tensors = {x.data_ptr(): x for stored in cache.attention.values() for x in stored if x is not None}.values()
+        assert len(tensors) == len(cache.attention) * (1 if name == "glm4-moe-lite" else 2) * (1 + (kind != "auto"))
         assert sum(tensor.nbytes for tensor in tensors) == 20 * bytes_per_position(config, torch.bfloat16, kind)
     config = Bundle.open(variant_bundle("qwen3.5")).config
     states = KVCache(config, 2, 10, torch.device("cpu"), torch.bfloat16, buffers=5).recurrent.values()
@@ -107,12 +109,12 @@ def test_the_queue_waits_in_order_for_memory(
     assert finish(scheduler, Request(tokens_of(40, 40), 9)).output_token_ids == large.output_token_ids
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize(("variant", "backend"), [("llama", "torch"), ("llama", "numba"), ("glm4-moe-lite", "numba")])
 def test_the_youngest_makes_room(
-    variant_bundle: Callable[[str], Path], backend: str, monkeypatch: pytest.MonkeyPatch
+    variant_bundle: Callable[[str], Path], variant: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has decoded is decoded again: in half precision a prompt's products have other bits."""
-    bundle, half = Bundle.open(variant_bundle("llama")), {"dtype": torch.bfloat16}
+    bundle, half = Bundle.open(variant_bundle(variant)), {"dtype": torch.bfloat16}
     monkeypatch.setattr("wisparse.runtime.cpu.decoder.CpuDecoder.chunks_split_under_load", 1)  # of a chunk of 8
     scheduler = Scheduler(scarce(bundle, backend, monkeypatch, **half))
     requests = [scheduler.add(Request(tokens_of(20, seed), 40)) for seed in range(3)]

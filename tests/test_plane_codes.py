@@ -16,7 +16,6 @@ from wisparse.converter.plane_codes import (
     output_fisher,
     quantise_in_planes,
     read_by_rows,
-    vector_tables,
 )
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
 from wisparse.formats.errors import UnsupportedModelError
@@ -30,21 +29,19 @@ def squared(weight: torch.Tensor, matrix: PlaneMatrix, moments: torch.Tensor) ->
     return float(((error @ moments) * error).sum())
 
 
-@pytest.mark.parametrize("kind", ["integer", "vector"])
-def test_rows_are_planes_of_the_channels(kind: str) -> None:
+def test_rows_are_planes_of_the_channels() -> None:
     weight, x = torch.randn(48, 128, generator=torch.Generator().manual_seed(1)), inputs(2000, 128)
     moments, widths = x.T @ x, torch.tensor([2, 4, 6, 8]).repeat_interleave(32)
-    matrix = fit_planes(weight, moments, None, widths, torch.ones(48, dtype=torch.float64), kind)
+    matrix = fit_planes(weight, moments, None, widths, torch.ones(48, dtype=torch.float64))
     assert torch.equal(torch.bincount(matrix.channels), widths // 2)
     assert torch.equal(matrix.channels[:128], torch.arange(128))  # plane 1 is the plain order
-    assert matrix.codes.shape == (320, 48 if kind == "integer" else 12)
+    assert int(matrix.codes.max()) == 3
     for scales in (matrix.row_scales, matrix.output_scales):
         assert torch.equal(scales, scales.half().float())
     assert matrix.bits == 2 * 48 * 320 + 16 * (320 + 48)
     by_hand = torch.zeros(48, 128)
-    for index, (code, channel, scale) in enumerate(zip(matrix.codes, matrix.channels, matrix.row_scales, strict=True)):
-        values = code - 1.5 if kind == "integer" else vector_tables()[min(index // 128, 1)][code.long()].flatten()
-        by_hand[:, channel] += values * scale * matrix.output_scales
+    for code, channel, scale in zip(matrix.codes, matrix.channels, matrix.row_scales, strict=True):
+        by_hand[:, channel] += (code - 1.5) * scale * matrix.output_scales
     torch.testing.assert_close(matrix.dequantise(torch.float32), by_hand)
     error = (by_hand - weight).square().mean(0).sqrt().view(4, 32).mean(1)
     assert (error[1:] < 0.6 * error[:-1]).all()

@@ -30,7 +30,7 @@ MANY = 1 << 30
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    return variant_bundles(tmp_path_factory.mktemp("files"), ("llama", "gemma3", "qwen3.5", "lfm2"))
+    return variant_bundles(tmp_path_factory.mktemp("files"), ("llama", "gemma3", "qwen3.5", "lfm2", "deepseek-v2"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variant", "backend", "how"),
     [
         *((variant, backend, {}) for variant in ("llama", "qwen3.5", "lfm2") for backend in ("torch", "numba")),
-        ("gemma3", "numba", {"kv_cache_dtype": "int8"}), ("qwen3.5", "torch", {"kv_cache_dtype": "fp8"}),
+        ("gemma3", "numba", {"kv_cache_dtype": "int8"}), ("deepseek-v2", "numba", {"kv_cache_dtype": "int8"}), ("qwen3.5", "torch", {"kv_cache_dtype": "fp8"}),
         ("qwen3.5", "numba", {"dtype": torch.bfloat16}), ("lfm2", "numba", {"max_drafted": 3}),
     ],
 )  # fmt: skip

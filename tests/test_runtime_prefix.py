@@ -23,12 +23,13 @@ from wisparse.runtime.generation.speculation import SpeculativeConfig
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
 STATES = ("qwen3.5", "lfm2", "granite-hybrid")  # with recurrent blocks
+LATENTS = ("glm4-moe-lite", "deepseek-v2")
 CHUNK = 8  # as small_chunks has it
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    return variant_bundles(tmp_path_factory.mktemp("prefix"), VARIANTS + STATES)
+    return variant_bundles(tmp_path_factory.mktemp("prefix"), VARIANTS + STATES + LATENTS)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         ("gemma3", "torch", 20, "int8"),
         ("llama", "numba", 45, "int8"),
         ("gemma3", "numba", 20, "fp8"),
+        ("glm4-moe-lite", "numba", 20, "auto"),
+        ("deepseek-v2", "numba", 45, "fp8"),
+        ("deepseek-v2", "torch", 0, "int8"),
         *(
             pytest.param(variant, backend, start, "auto", marks=pytest.mark.exhaustive)
             for variant in VARIANTS

@@ -23,7 +23,7 @@ from wisparse.runtime.generation.speculation import Chain, Lookup, SpeculativeCo
 from wisparse.runtime.serve.app import ServeSettings, make_app
 
 CONFIG = SpeculativeConfig()
-VARIANTS = ("llama-bias", "gemma3", "phi3-long", "qwen3.5")
+VARIANTS = ("llama-bias", "gemma3", "phi3-long", "qwen3.5", "glm4-moe-lite", "deepseek-v2")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         ("qwen3.5", "torch", "float32", "native"),
         ("qwen3.5", "numba", "float32", "native"),
         ("qwen3.5", "numba", "bfloat16", "native"),
+        ("glm4-moe-lite", "numba", "bfloat16", "native"),
+        ("deepseek-v2", "numba", "float32", "int8"),
     ],
 )
 def test_a_verified_row_has_the_bits_of_a_plain_step(
@@ -90,7 +92,15 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("variant", "backend"),
-    [("phi3-long", "torch"), ("phi3-long", "numba"), ("gemma3", "numba"), ("qwen3.5", "torch"), ("qwen3.5", "numba")],
+    [
+        ("phi3-long", "torch"),
+        ("phi3-long", "numba"),
+        ("gemma3", "numba"),
+        ("qwen3.5", "torch"),
+        ("qwen3.5", "numba"),
+        ("glm4-moe-lite", "torch"),
+        ("glm4-moe-lite", "numba"),
+    ],
 )
 def test_answers_are_those_without(
     bundles: dict[str, Bundle], variant: str, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,13 @@ from wisparse.kernels.gpu.experts import (
 from wisparse.kernels.gpu.gemm import gemm, mask_rows
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
+from wisparse.kernels.gpu.latent import (
+    LatentShape,
+    launch_latent_attention,
+    launch_latent_norms,
+    launch_latent_queries,
+    launch_latent_values,
+)
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
 from wisparse.kernels.gpu.mamba2 import MambaTensors, launch_mamba2
 from wisparse.kernels.gpu.packed_gemv import subnormal_kernel, sum_source
@@ -227,6 +234,37 @@ def attention(
         KVSplits(empty(*sums.shape, shape.d, dtype=FP32), sums, sums), shape, scale=0.1, norms=norms, stages=stages,
         stored=stored, sinks=sinks, pdl=arch >= 90,
     )  # fmt: skip
+
+
+def latent(
+    arch: int,
+    rows: int = 1,
+    heads: int = 20,
+    dtype: torch.dtype = BF16,
+    cached: torch.dtype | None = None,
+    splits: int = 16,
+) -> None:
+    """GLM-4.7-Flash's attention, with 128 heads DeepSeek-V3's, of a step or a prompt of many rows."""
+    sizes = (768, 512, 64, 192, 256) if heads == 20 else (1536, 512, 64, 128, 128)
+    shape, step = LatentShape(heads, *sizes, 576), Rows(empty(rows, dtype=I64), *empty(2, rows, dtype=I32))
+    keys, scales, pdl = (
+        empty(1, 1, 64, 576, dtype=cached or dtype),
+        [empty(1, 1, 64, dtype=FP32)] * 2,
+        arch >= 90 and rows <= 16,
+    )
+    slots, angles = kv_slots(keys, keys, *(scales if cached else ())), empty(64, 32, dtype=dtype)
+    rotary, kv_b = RotaryTables(angles, angles, None), empty(heads, shape.key_dim + shape.value_dim, 512, dtype=dtype)
+    norms = empty(shape.query_rank, dtype=dtype), empty(512, dtype=dtype)
+    x, q = (empty(rows, shape.query_rank + width, dtype=dtype) for width in (576, 0))
+    launch_latent_norms(x, *norms, rotary, slots, step, q, shape, eps=1e-6, pdl=pdl)
+    queries = empty(rows, heads * (shape.key_dim + 64), dtype=dtype)
+    latents = empty(rows, heads, 576, dtype=dtype)
+    launch_latent_queries(queries, kv_b, rotary, step, latents, shape, pdl=pdl)
+    sums = empty(rows, heads, splits if rows <= 16 else 1, dtype=FP32)
+    attended = KVSplits(empty(*sums.shape, 512, dtype=FP32), sums, sums)
+    with patch("wisparse.kernels.gpu.latent.gpu_of", lambda _: Gpu(arch, 132)):
+        launch_latent_attention(latents, slots, step, attended, shape, 0.1, pdl=pdl)
+    launch_latent_values(attended, kv_b, empty(rows, heads * shape.value_dim, dtype=dtype), shape, pdl=pdl)
 
 
 def logits(
@@ -432,6 +470,12 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         ) for kind, codes in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
         "chunk sunk": partial(attention, arch, rows=128, sunk=True, d=64, rotary=64, window=128, heads=64),
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
+        **{f"{name} {kind}": partial(latent, arch, cached=codes, **given) for name, given in (
+            ("latent", {}), ("latent batch", {"rows": 16, "splits": 1, "heads": 128}), ("chunk latent", {"rows": 512}),
+            ("chunk latent 128 heads wide", {"rows": 512, "heads": 128}),
+        ) for kind, codes in (("", None), ("int8", I8), ("fp8", torch.float8_e4m3fn))},
+        "latent fp32": partial(latent, arch, dtype=FP32),
+        "latent fp16 int8": partial(latent, arch, dtype=FP16, cached=I8),
         "delta net": partial(delta, arch),
         "delta net fp32": partial(delta, arch, dtype=FP32),
         "mamba2": partial(mamba2, arch, 48, 1),

@@ -112,7 +112,10 @@ def test_a_familys_logits_are_the_plain_decoders(name, sparsity, rows):
         assert name not in CONFIGS or torch.equal(found.argmax(-1).cpu(), tokens)
 
 
-@pytest.mark.parametrize(("name", "stored"), [("gemma3", "int8"), ("gemma3", "fp8")])
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("gemma3", "int8"), ("gemma3", "fp8"), ("deepseek-v2", "int8"), ("glm4-moe-lite", "fp8")],
+)
 def test_a_cache_in_codes(name: str, stored: str) -> None:
     """In float32 the same codes, but for numbers between two; in half precision, where prompts are read by kernels of
     their own, no further from float64's logits than the plain decoder."""
@@ -144,7 +147,7 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
         within_half_precision(fast, near, slow, run)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma4", marks=pytest.mark.quick), "mistral"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma4", marks=pytest.mark.quick), "mistral", "glm4-moe-lite"])
 def test_rows_that_continue_one_another(name: str) -> None:
     """A row sees the rows of its slot before it; what was taken back is written over. The last slot's are sampled."""
     bundle, settings = make_bundle(name, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": 3}
@@ -200,7 +203,7 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
     [
         ("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4),
         ("lfm2", 4), ("lfm2-bias", 1), ("qwen3-moe", 2), ("gpt-oss", 2), ("gemma4-moe", 1),
-        ("granite-hybrid", 2),
+        ("granite-hybrid", 2), ("glm4-moe-lite", 4), ("deepseek-v2", 1),
     ],
 )  # fmt: skip
 def test_a_familys_rows_in_half_precision(family, rows):
@@ -222,8 +225,8 @@ def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.fl
     def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         stored = bundle.checkpoint.tensor(name, device)
         kind = WEIGHT_TYPES[weights].head if name == "lm_head.weight" else weights
-        ends = "_proj", "_qkv", "_z", ".w1", ".w2", ".w3", "_linear"
-        if not name.removesuffix(".weight").endswith((*ends, "lm_head")):
+        ends = "_proj", "_mqa", "_qkv", "_z", ".w1", ".w2", ".w3", "_linear"
+        if not name.removesuffix(".weight").endswith((*ends, "lm_head")) or "kv_b_proj" in name:
             return stored
         return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
 
@@ -251,7 +254,7 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
         ("int8", 1, "qwen3.5-moe"), ("int4", 2, "lfm2"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
         ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"), ("int4", 1, "muse-glimmer"),
-        ("int8", 2, "granite-hybrid"),
+        ("int8", 2, "granite-hybrid"), ("int8", 2, "glm4-moe-lite"), ("fp8", 1, "deepseek-v2"),
     ],
 )  # fmt: skip
 def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:

@@ -175,7 +175,7 @@ def test_a_prompt_is_read_in_pieces(dtype, monkeypatch):
     torch.testing.assert_close(pieces, exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-2)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "olmo3", "ernie", "ministral3", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma2", "olmo3", "ernie", "ministral3", "qwen3-moe", "gpt-oss", "glm4-moe-lite"])
 def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     """Behind a prefix, in another slot than the first, with fewer rows than the graph has; the cache goes on to be
     decoded from. No masks: a score near its threshold would make two answers of one."""
@@ -190,7 +190,7 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     within_half_precision(fast, slow, exact, lambda decoder: decoder.decode(torch.tensor([-1, 5]))[1])
 
 
-@pytest.mark.parametrize("family", ["gemma2", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma2", "lfm2", "deepseek-v2"])
 def test_short_prompts_are_read_together(family, monkeypatch):
     """One behind a prefix; the cache goes on to be decoded from."""
     monkeypatch.setattr(cuda_prefill, "_ROWS", (16,))

@@ -34,7 +34,8 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import AttentionField, DeltaField, MambaField, ShortConvField, StepField, StoredAs
+from .layout import AttentionField, DeltaField, LatentField, MambaField, ShortConvField, StepField, StoredAs
+from .linear import output_rows
 
 _INT8, _E4M3 = np.int8(0), np.uint8(0)
 _CODED_AS_INT8, _CODED_AS_E4M3 = StoredAs.INT8.value, StoredAs.E4M3.value
@@ -261,6 +262,55 @@ def attention(p, row, qkv, thread, threads, out, scratch, tag):
             h = stop
         qkv, out = qkv + 4 * width, out + 4 * q_size
     return first * dim, last * dim
+
+
+@exact
+def latent_attention(p, row, q, kv, eps, thread, threads, out, scratch, tag):
+    """LATENT_ATTENTION for every row: returns the range of columns that this thread writes. row: of `LatentRow`; q, kv: X
+    and Z. scratch: (2, latent and rotated part) float32."""
+    field = words(row)
+    block, heads, kind = words(field[LatentField.ATTENTION]), p[StepField.HEADS], p[StepField.CACHED_AS]
+    slots, positions, max_len = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS]), p[StepField.MAX_LEN]
+    key_dim, value_dim = field[LatentField.KEY_DIM], field[LatentField.VALUE_DIM]
+    rotary, dim = field[LatentField.ROTARY_DIM], block[AttentionField.HEAD_DIM]
+    rank, cap, none = dim - rotary, ZERO, np.int64(0)
+    scale, weight_bytes = number(p[StepField.ATTENTION_SCALE]), (key_dim + value_dim) * rank * size_of(tag)
+    x, attended, latent = floats(scratch), scratch + 4 * dim, scratch + 4 * rotary
+    latent_ = floats(latent)
+    first, last = heads * thread // threads, heads * (thread + 1) // threads
+    for b in range(p[StepField.ROWS]):
+        position, cached = positions[b], slots[b] * max_len
+        new = kv + 4 * (b * field[LatentField.WIDTH] + field[LatentField.LATENT_FROM])
+        for i in range(rotary):
+            x[i] = floats(new)[rank + i]
+        rms_norm(new, field[LatentField.NORM], rank, eps, latent)
+        _norm_and_rotate(scratch, dim, block, position, none, ZERO, none, eps, scratch)
+        keys, key_scales = block[AttentionField.KEYS], block[AttentionField.KEY_SCALES]
+        store_row(scratch, dim, keys, key_scales, cached + position, kind, tag)  # every thread, the same bits
+        for h in range(first, last):
+            query = floats(q + 4 * (b * field[LatentField.QUERY_WIDTH] + h * (key_dim + rotary)))
+            weights = field[LatentField.KV_B] + h * weight_bytes
+            for i in range(rotary):
+                x[i] = query[key_dim + i]
+            for i in range(rank):
+                latent_[i] = ZERO
+            for k in range(key_dim):
+                weight, q_k = pointer(weights + k * rank * size_of(tag), tag), query[k]
+                for i in range(rank):
+                    latent_[i] += q_k * widen(weight[i])
+            _norm_and_rotate(scratch, dim, block, position, none, ZERO, none, eps, scratch)
+            scores, end = p[StepField.SCORES] + 4 * h * max_len, position + 1
+            of_head = (scratch, 1, h, block, cached, none, end, dim, scale, cap, scores, max_len, attended)
+            if kind == _CODED_AS_INT8:
+                _attend(*of_head, _INT8)
+            elif kind == _CODED_AS_E4M3:
+                _attend(*of_head, _E4M3)
+            else:
+                _attend(*of_head, tag)
+            values, target = weights + key_dim * rank * size_of(tag), out + 4 * (b * heads + h) * value_dim
+            numbers = p[StepField.ROW_NUMBERS]
+            output_rows(values, rank, none, value_dim, attended + 4 * rotary, rank, 1, none, target, numbers, none, tag)
+    return first * value_dim, last * value_dim
 
 
 @exact

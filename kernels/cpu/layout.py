@@ -118,6 +118,7 @@ class OpCode(IntEnum):
     TAP = 11  # stores X for a draft head
     SHORT_CONV = 12  # Y, divided = c * conv(b * x), of b, c and x X
     MAMBA2 = 13  # Y, divided = the heads' outputs, gated and normed, of in_proj's output X, which it changes
+    LATENT_ATTENTION = 14  # Y, divided = the heads' outputs, of queries X, and of a row's latent and rotated part in Z
 
 
 class OpRow(Row):
@@ -133,8 +134,8 @@ class OpRow(Row):
     z_step: Word
     parameters: Word  # (width,) float32 weights of a norm; float32 number; the row of another operation
     first: Word  # row of its first projection
-    count: Word  # projections
-    width: Word  # sum of their outputs
+    count: Word  # projections; columns of a norm
+    width: Word  # sum of the projections' outputs; columns of a norm's X
     eps: Word  # float32, of a norm
 
 
@@ -159,6 +160,20 @@ class AttentionRow(Row):
     input_width: Word  # values come last, and are the keys if there is no v_proj
     query_stride: Word  # between heads' queries
     gate_from: Word  # from a head's query to its gate (head_dim,) of the attention's output; 0: none
+
+
+class LatentRow(Row):
+    """Multi-head latent attention, as ``runtime.torch.latent`` defines it."""
+
+    attention: Word  # AttentionRow, of one KV head
+    norm: Word  # (rank,) float32
+    kv_b: Word  # (heads, KEY_DIM + VALUE_DIM, rank), the base type
+    key_dim: Word
+    value_dim: Word
+    rotary_dim: Word
+    query_width: Word  # columns of X
+    latent_from: Word  # the first column of the latent in Z,
+    width: Word  # which has so many
 
 
 class DeltaRow(Row):
@@ -353,15 +368,16 @@ class StepRow(Row):
 
 
 ProjectionField, OpField, AttentionField = positions(ProjectionRow), positions(OpRow), positions(AttentionRow)
+LatentField = positions(LatentRow)
 DeltaField, ExpertsField, PerLayerField = positions(DeltaRow), positions(ExpertsRow), positions(PerLayerRow)
 ShortConvField = positions(ShortConvRow)
 MambaField = positions(MambaRow)
 DequantizeField, ProductField, StepField = positions(DequantizeRow), positions(ProductRow), positions(StepRow)
 
 
-def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> tuple[dict[str, int], list[int]]:
+def scratch_layout(rows: int, widest: int, list_length: int, acc_length: int) -> tuple[dict[str, int], list[int]]:
     """Fields of `StepRow`: the buffers' byte offsets in a thread's scratch memory; and the offsets of the residual stream
-    and of two more values (rows, hidden) float32."""
+    and of two more values (rows, widest) float32."""
     sizes = {
         "acc_at": rows * acc_length,  # float32, as the other accumulator
         "acc_up_at": rows * acc_length,
@@ -369,8 +385,8 @@ def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) ->
         "value_at": rows * list_length,  # float32
         "partial_at": rows * (acc_length + PARTIAL_EXTRA),  # float32: sums of one group of int4 weights
     }
-    values = [4 * rows * hidden * number for number in range(3)]
-    layout, offset = {"list_length": list_length, "acc_length": acc_length}, 4 * rows * hidden * len(values)
+    values = [4 * rows * widest * number for number in range(3)]
+    layout, offset = {"list_length": list_length, "acc_length": acc_length}, 4 * rows * widest * len(values)
     for field, size in sizes.items():
         layout[field] = offset
         offset += 4 * size

@@ -64,10 +64,11 @@ def _list_all(p, i, x, rows, thread):
     """List the kept channels of x, the input of projection i, which all threads have; thread 0 counts them. Returns their
     number."""
     index, value, _ = _scratch(p, thread)
-    row, hidden = p[StepField.PROJECTIONS] + i * _ROW_BYTES, p[StepField.HIDDEN]
+    row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
+    width = words(row)[ProjectionField.K]
     counts = p[StepField.COUNTS] + 8 * i if thread == 0 else p[StepField.SPARE_COUNTS] + 8 * thread
     thresholds, length = p[StepField.THRESHOLDS] + 8 * i, p[StepField.LIST_LENGTH]
-    return select(x, hidden, rows, 0, hidden, row, thresholds, index, value, length, counts)
+    return select(x, width, rows, 0, width, row, thresholds, index, value, length, counts)
 
 
 @exact

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .attention import attention, delta_net, mamba2, rms_norm, short_conv
+from .attention import attention, delta_net, latent_attention, mamba2, rms_norm, short_conv
 from .barrier import barrier
 from .intrinsics import (
     ONE,
@@ -39,10 +39,10 @@ _INT8, _NONE, _SQRT_HALF = np.int8(0), np.int64(0), np.float32(0.5**0.5)
 
 
 @exact
-def _norm(x, weight, rows, hidden, eps, out):
-    """out = RMSNorm of x (rows, hidden)."""
+def _norm(x, width, weight, rows, count, eps, out):
+    """out (rows, count) = RMSNorm of the first columns of x (rows, width)."""
     for b in range(rows):
-        rms_norm(x + 4 * b * hidden, weight, hidden, eps, out + 4 * b * hidden)
+        rms_norm(x + 4 * b * width, weight, count, eps, out + 4 * b * count)
 
 
 @exact
@@ -134,8 +134,8 @@ def _per_layer(p, row, x, y, thread, threads, base_tag):
 
 @exact
 def step(p, base_tag, routed):
-    """A token of every row: embedding, operations, final norm, logits. ``routed``: None leaves out the experts, which
-    halves the compile time."""
+    """A token of every row: embedding, operations, final norm, logits. ``routed``: None leaves out the experts and
+    multi-head latent attention, which halves the compile time."""
     threads, thread = np.int64(num_threads()), np.int64(thread_num())
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     eps, multiplier = number(p[StepField.EPS]), number(p[StepField.EMBEDDING_MULTIPLIER])
@@ -157,7 +157,7 @@ def step(p, base_tag, routed):
         code, row = op[OpField.CODE], op[OpField.PARAMETERS]
         x, y = op[OpField.X] + thread * op[OpField.X_STEP], op[OpField.Y] + thread * op[OpField.Y_STEP]
         if code == OpCode.NORM:
-            _norm(x, row, rows, hidden, number(op[OpField.EPS]), y)
+            _norm(x, op[OpField.WIDTH], row, rows, op[OpField.COUNT], number(op[OpField.EPS]), y)
         elif code == OpCode.LINEAR:
             linear(p, op, x, y, thread, threads, base_tag)
         elif code == OpCode.ATTENTION:
@@ -185,7 +185,10 @@ def step(p, base_tag, routed):
         elif code == OpCode.TAP and thread == 0:
             _tap(x, rows, hidden, y, op[OpField.WIDTH])
         if routed is not None:
-            if code == OpCode.ROUTER:
+            if code == OpCode.LATENT_ATTENTION:
+                z, norm_eps = op[OpField.Z] + thread * op[OpField.Z_STEP], number(op[OpField.EPS])
+                lo, hi = latent_attention(p, row, x, z, norm_eps, thread, threads, y, heads, base_tag)
+            elif code == OpCode.ROUTER:
                 router(p, row, x, thread, threads)
             elif code == OpCode.EXPERTS:
                 experts(p, op, x, y, thread, threads, base_tag)
@@ -193,6 +196,6 @@ def step(p, base_tag, routed):
     x = residual
     if p[StepField.FINAL_NORM] != 0:
         x = scratch + p[StepField.VALUE_AT]
-        _norm(residual, p[StepField.FINAL_NORM], rows, hidden, eps, x)
+        _norm(residual, hidden, p[StepField.FINAL_NORM], rows, hidden, eps, x)
     _logits(p, x, thread, threads, base_tag)
     barrier(p[StepField.TEAM], threads)

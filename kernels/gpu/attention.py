@@ -237,8 +237,8 @@ def _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape: tl.co
 
 
 @triton.jit
-def _split_columns(x, cache):
-    """x (rows, d_pad) for ``_attend``: with codes its even and its odd columns, else x twice, the second unused."""
+def split_columns(x, cache):
+    """x (rows, columns) for ``_attend``: with codes its even and its odd columns, else x twice, the second unused."""
     if cache.k_scale is not None:
         even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     else:
@@ -248,7 +248,7 @@ def _split_columns(x, cache):
 
 
 @triton.jit
-def _join_columns(acc, acc_odd, cache):
+def join_columns(acc, acc_odd, cache):
     if cache.k_scale is not None:
         acc = tl.reshape(tl.join(acc, acc_odd), (acc.shape[0], 2 * acc.shape[1]))
     return acc
@@ -308,8 +308,8 @@ def _attention_kernel(
             acc = acc * rescale[:, None]
 
     # Without codes q_odd and acc_odd are eliminated as dead code.
-    q, q_odd = _split_columns(q, cache)
-    acc, acc_odd = _split_columns(acc, cache)
+    q, q_odd = split_columns(q, cache)
+    acc, acc_odd = split_columns(acc, cache)
     if begin < end:
         mask = (t < end)[None, :]
         m, total, acc, acc_odd = _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape, dtype)
@@ -318,7 +318,7 @@ def _attention_kernel(
         kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
         mask = (t < end)[None, :]
         m, total, acc, acc_odd = _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape, dtype)
-    acc = _join_columns(acc, acc_odd, cache)
+    acc = join_columns(acc, acc_odd, cache)
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
@@ -448,8 +448,8 @@ def _chunk_attention_kernel(
     if sinks_ptr is not None:
         m = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
         total = tl.full((BLOCK_M,), 1.0, tl.float32)
-    q, q_odd = _split_columns(q, cache)
-    acc, acc_odd = _split_columns(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
+    q, q_odd = split_columns(q, cache)
+    acc, acc_odd = split_columns(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
     for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
         t = first + tl.arange(0, BLOCK_T)
         kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
@@ -457,7 +457,7 @@ def _chunk_attention_kernel(
         if shape.window > 0:
             mask = mask & (t[None, :] > row_position[:, None] - shape.window)
         m, total, acc, acc_odd = _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape, dtype)
-    acc = _join_columns(acc, acc_odd, cache)
+    acc = join_columns(acc, acc_odd, cache)
     out = acc / total[:, None]
     if shape.gated:
         gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + _gate_at(head, shape)

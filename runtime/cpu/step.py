@@ -17,6 +17,7 @@ from wisparse.kernels.cpu.layout import (
     AttentionRow,
     DeltaRow,
     ExpertsRow,
+    LatentRow,
     MambaRow,
     MlpActivation,
     OpCode,
@@ -179,9 +180,12 @@ class Step:
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
         if config.mamba2 is not None:
             longest = max(longest, config.mamba2.mixed_size)
+        if config.latent is not None:
+            longest = max(longest, config.head_dim)
+        rank = config.latent.query_rank if config.latent is not None else 0
         planes = max(projection.weight.planes for projection in self._projections)
         listed = longest * planes
-        layout, offsets = scratch_layout(rows, config.hidden_size, listed, max(longest, width))
+        layout, offsets = scratch_layout(rows, max(config.hidden_size, rank), listed, max(longest, width))
         counts = torch.zeros(threads, len(self._projections), dtype=torch.int64)
         counts[0] = torch.tensor(self.kept())
         self.counts = counts.numpy()
@@ -206,16 +210,17 @@ class Step:
             p.expert_index, p.expert_value = torch.empty(slots, inner, dtype=torch.int32), torch.empty(slots, inner)
             p.expert_count = torch.empty(slots, threads, 2, dtype=torch.int64)
 
-        self._shared = torch.empty(rows, width), torch.empty(2, rows, config.hidden_size)
-        inputs, outputs = self._shared
+        queries = max((one.out_features for block in self._blocks for one in block.q_b or ()), default=0)
+        self._shared = torch.empty(rows, width), torch.empty(rows, queries), torch.empty(2, rows, config.hidden_size)
+        *inputs, outputs = self._shared
         own = [(p.scratch.data_ptr() + offset, p.scratch_bytes) for offset in offsets]
         divided = p.scratch.data_ptr() + p.acc_at, p.scratch_bytes
         shared = [(output.data_ptr(), 0) for output in outputs]
-        self._ops = list(self._rows_of_ops(own, divided, (inputs.data_ptr(), 0), shared))
+        self._ops = list(self._rows_of_ops(own, divided, [(one.data_ptr(), 0) for one in inputs], shared))
         p.ops, p.num_ops = np.array([row.words for row in self._ops]), len(self._ops)
 
     def _rows_of_ops(
-        self, own: Sequence[Buffer], divided: Buffer, inputs: Buffer, outputs: Sequence[Buffer]
+        self, own: Sequence[Buffer], divided: Buffer, inputs: Sequence[Buffer], outputs: Sequence[Buffer]
     ) -> Iterator[OpRow]:
         """The operations of all blocks. Buffers: ``own`` ones of each thread, of which the first holds the residual stream;
         for a ``divided`` value; for a mixer's ``inputs``; and for linears' ``outputs``."""
@@ -224,7 +229,7 @@ class Step:
         fields: dict[str, Any]
 
         def row(code: OpCode, x: Buffer, y: Buffer, parameters: Any = None, **fields: Any) -> OpRow:
-            fields = {"eps": config.rms_norm_eps, **fields}
+            fields = {"eps": config.rms_norm_eps, "count": config.hidden_size, "width": config.hidden_size, **fields}
             return OpRow(code=code, x=x[0], x_step=x[1], y=y[0], y_step=y[1], parameters=parameters, **fields)
 
         def taps(block: int) -> Iterator[OpRow]:
@@ -255,10 +260,23 @@ class Step:
                         elif x[0] == divided:
                             code, y = OpCode.LINEAR_OF_PARTS, output
                         else:
-                            code, y = OpCode.LINEAR, inputs
+                            code, y = OpCode.LINEAR, next(buffer for buffer in inputs if buffer not in needed)
                     case block_ops.Activate():
                         values[op.output] = divided
                         continue
+                    case block_ops.LatentQuery():
+                        assert block.query_norm is not None
+                        code, y, parameters = OpCode.NORM, free, _floats(block.query_norm)
+                        width = sum(one.out_features for one in block.qkv)
+                        fields = {"eps": block.query_norm.eps, "count": len(parameters), "width": width}
+                    case block_ops.LatentKeys():
+                        values[op.output], keys = x[0], x[-1]
+                        continue
+                    case block_ops.LatentValues():
+                        continue
+                    case block_ops.Attention() if block.latent is not None:
+                        code, y, parameters = OpCode.LATENT_ATTENTION, divided, self._latent(index, block)
+                        fields = {"z": keys[0], "z_step": keys[1], "eps": block.latent.norm.eps}
                     case block_ops.Attention():
                         code, y, parameters = OpCode.ATTENTION, divided, self._attention(index, block)
                     case block_ops.DeltaNet():
@@ -307,6 +325,18 @@ class Step:
         if spec.rotary is not None:
             rope, (row.cos, row.sin) = self._config.rotaries[spec.rotary], self._rotary[spec.rotary]
             row.rotary_half, row.interleaved = rope.rotary_dim // 2, rope.interleaved
+        return row
+
+    def _latent(self, index: int, block: Block[Any]) -> LatentRow:
+        latent, width = block.latent, sum(projection.out_features for projection in block.qkv)
+        assert latent is not None
+        row = LatentRow(
+            attention=self._attention(index, block), norm=_floats(latent.norm), kv_b=latent.kv_b, width=width
+        )
+        for name in ("key_dim", "value_dim", "rotary_dim"):
+            setattr(row, name, getattr(latent.config, name))
+        row.query_width = width if block.q_b is None else block.q_b[0].out_features
+        row.latent_from = block.qkv[0].out_features
         return row
 
     def _delta_net(self, index: int, block: Block[Any]) -> DeltaRow:

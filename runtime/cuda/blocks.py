@@ -31,6 +31,13 @@ from wisparse.kernels.gpu.attention import (
 from wisparse.kernels.gpu.common import Input, KVSplits
 from wisparse.kernels.gpu.experts import ExpertLinear, Router, choose_experts
 from wisparse.kernels.gpu.kv_cache import KVSlots
+from wisparse.kernels.gpu.latent import (
+    LatentShape,
+    launch_latent_attention,
+    launch_latent_norms,
+    launch_latent_queries,
+    launch_latent_values,
+)
 from wisparse.kernels.gpu.reduction import Mask, ParallelExperts, launch_activate, launch_residual_add
 from wisparse.kernels.gpu.short_conv import launch_short_conv
 
@@ -155,6 +162,14 @@ class BlockLauncher(ABC):
                     x = Input(self._linear(index, role, x))
                 case ops.Activate():
                     x = self._activate(block, x)
+                case ops.LatentQuery():
+                    x = Input(self._latent_norms(index, tensor_of(x)))
+                case ops.LatentKeys():
+                    x = Input(self._latent_queries(index, tensor_of(x), stored=bool(others)))
+                case ops.Attention() if block.latent is not None:
+                    x = self._latent_attention(index, tensor_of(x))
+                case ops.LatentValues():
+                    x = Input(self._latent_values(index, x))
                 case ops.Attention():
                     x = self._attend(index, x.x)
                 case ops.DeltaNet():
@@ -221,6 +236,58 @@ class BlockLauncher(ABC):
         options |= {"norms": norms, "stored": stored, "pdl": pdl}
         self._launch("attention", launch_attention, qkv, cache, rows, rotary, out, shape, **options)
         return Input(None, attention=out)
+
+    @abstractmethod
+    def _splits(self, width: int) -> KVSplits:
+        """Where an attention whose values have ``width`` elements stores its results."""
+
+    def _memory(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """What launches of this name write."""
+        return self.hidden.new_empty(shape, dtype=dtype)
+
+    def _latent_shape(self, index: int) -> LatentShape:
+        latent = self.config.latent
+        assert latent is not None
+        sizes = latent.query_rank, latent.rank, latent.rotary_dim, latent.key_dim, latent.value_dim
+        return LatentShape(self.config.num_heads, *sizes, latent.rotary_dim + latent.rank)
+
+    def _latent_norms(self, index: int, projected: Tensor) -> Tensor:
+        """The queries' normed latent; stores the rows' keys."""
+        block, rotary, shape = self.weights.blocks[index], self._parts[index].rotary, self._latent_shape(index)
+        assert block.latent is not None
+        norm, query_norm = block.latent.norm, block.query_norm
+        out = self._memory("query", len(projected), shape.query_rank)
+        self._launch(
+            "latent norms", launch_latent_norms, projected, query_norm and query_norm.factors, norm.factors, rotary,
+            self._cache[index], self._inputs, out, shape, eps=norm.eps, pdl=self.pdl and self.normed is None,
+        )  # fmt: skip
+        return out
+
+    def _latent_queries(self, index: int, queries: Tensor, *, stored: bool) -> Tensor:
+        block, shape = self.weights.blocks[index], self._latent_shape(index)
+        assert block.latent is not None
+        if not stored:  # the queries have no latent, and are part of the projections' output
+            self._latent_norms(index, queries)
+        out = self._memory("latent queries", len(queries), shape.heads, shape.d)
+        parts = queries, block.latent.kv_b, self._parts[index].rotary, self._inputs, out, shape
+        self._launch("latent queries", launch_latent_queries, *parts, pdl=self.pdl and self.normed is None)
+        return out
+
+    def _latent_attention(self, index: int, queries: Tensor) -> Input:
+        shape, pdl = self._latent_shape(index), self.pdl and self.normed is None
+        out, scale = self._splits(shape.rank), self.config.attention_scale
+        parts = queries, self._cache[index], self._inputs, out, shape, scale
+        self._launch("attention", launch_latent_attention, *parts, pdl=pdl)
+        return Input(None, attention=out)
+
+    def _latent_values(self, index: int, attended: Input) -> Tensor:
+        latent, shape = self.weights.blocks[index].latent, self._latent_shape(index)
+        assert latent is not None
+        assert attended.attention is not None
+        out = self._memory("latent values", len(attended.attention.x), shape.heads * shape.value_dim)
+        pdl = self.pdl and self.normed is None
+        self._launch("latent values", launch_latent_values, attended.attention, latent.kv_b, out, shape, pdl=pdl)
+        return out
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
         raise NotImplementedError

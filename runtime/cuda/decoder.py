@@ -130,9 +130,11 @@ class CudaDecoder(Decoder):
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
         if (refused := super().refusal(config, weights)) is not None:
             return refused
-        widest = max(block.head_dim for block in config.blocks)
+        key, widest = "head_dim", max(block.head_dim for block in config.blocks)
+        if config.latent is not None:
+            key, widest = "kv_lora_rank", config.latent.rank
         if widest > 512:
-            return f"its attention kernel keeps a head in registers: expected head_dim of at most 512, found {widest}"
+            return f"its attention kernel keeps a head in registers: expected {key} of at most 512, found {widest}"
         if config.shares_kv:
             return "its kernels do not support keys and values shared between blocks"
         delta, mamba = config.delta_net, config.mamba2

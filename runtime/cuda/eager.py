@@ -109,7 +109,8 @@ def attention(
         return out.transpose(0, 1)
     later_chunk = start > 0 and count > 1
     windowed = window is not None and stop > window
-    if config.attention_softcap is not None or sinks is not None or windowed or (later_chunk and count <= _FEW):
+    masked = config.latent is not None or config.attention_softcap is not None  # heads wider than 256 have no kernel
+    if masked or sinks is not None or windowed or (later_chunk and count <= _FEW):
         return plain_attention(config, q, keys, values, start, window, sinks)
     mask = lower_right()(count, stop) if later_chunk else None
     return functional.scaled_dot_product_attention(

@@ -18,7 +18,7 @@ from wisparse.kernels.gpu.products import remember_tiles
 from wisparse.kernels.gpu.tiles import Gpu, Tile, gpu_of, most_reducers, regime, tuned_key
 
 from ..decoding.decoder import Decoder
-from ..torch.block import LINEARS, SHARED
+from ..torch.block import LINEARS, ROLES
 from .decoder import CudaDecoder
 from .step import DecodeStep, capture
 
@@ -59,7 +59,7 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
                 kernel()
 
         table[name] = {"us": _time_launches(launch, len(kernels))}
-        if name in (*LINEARS, *SHARED):
+        if name in ROLES:
             linears = (getattr(block, name) for block in decoder.weights.blocks)
             num_bytes = sum(linear.num_bytes_read for linear in linears if linear is not None) * (1 - sparsity)
             table[name]["ideal_us"] = num_bytes / len(kernels) / gbps * 1e-3

@@ -51,7 +51,8 @@ _FREE = 1 << 30
 
 def chunk_size(config: ModelConfig, dtype: torch.dtype) -> int:
     windows = any(block.window is not None for block in config.blocks)
-    return _SMALL_CHUNK if dtype == torch.float32 or windows or config.attention_softcap is not None else _CHUNK
+    small = windows or config.latent is not None  # whose attention reads the cache for every row
+    return _SMALL_CHUNK if dtype == torch.float32 or small or config.attention_softcap is not None else _CHUNK
 
 
 def too_little_memory(device: torch.device) -> str | None:
@@ -209,7 +210,7 @@ class _Pass(BlockLauncher):
     def __init__(self, reader: PromptReader, inputs: _Inputs, *, several: bool) -> None:
         config, weights = reader.config, reader.weights
         self.config, self.weights, self._parts, self._cache = config, weights, reader.parts, reader.cache
-        self._kept, self._several = reader.kept, several
+        self._kept = reader.kept
         self._head, self._scratch, self._gpu = reader.head, reader.scratch, reader.gpu
         self._logits = reader.joint_logits if several else reader.logits
         self._chunk, self._last = inputs.chunk, inputs.last
@@ -221,9 +222,11 @@ class _Pass(BlockLauncher):
         # Measured on an H200 with D = 128: 412 TFLOPS; 356 with two stages, 321 by torch's flash attention.
         self._stages = 3 if self._gpu.arch in (90, 100) and width <= 128 else 2
         self._queries = hidden.new_empty(len(hidden), config.num_heads, width)
-        if several:
-            sums = hidden.new_empty(2, len(hidden), config.num_heads, 1, dtype=torch.float32)
-            self._splits = KVSplits(hidden.new_empty(*sums.shape[1:], width, dtype=torch.float32), *sums)
+        self._joint = self._splits(width) if several and config.latent is None else None
+
+    def _splits(self, width: int) -> KVSplits:
+        sums = self.hidden.new_empty(2, len(self.hidden), self.config.num_heads, 1, dtype=torch.float32)
+        return KVSplits(self.hidden.new_empty(*sums.shape[1:], width, dtype=torch.float32), *sums)
 
     def launch(self, indices: Iterable[int] | None) -> Tensor:
         """All blocks, or those of ``indices``, and the logits of the last positions."""
@@ -235,9 +238,9 @@ class _Pass(BlockLauncher):
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
         hidden, block = self.hidden, self.weights.blocks[index]
-        if self._several:
-            self._attend_rows(index, qkv, self._splits, stored=True)
-            return Input(launch_combine(self._splits, hidden.dtype))
+        if self._joint is not None:
+            self._attend_rows(index, qkv, self._joint, stored=True)
+            return Input(launch_combine(self._joint, hidden.dtype))
         (rotary, shape, norms), cache, out = self._parts[index], self._cache[index], torch.empty_like(self._queries)
         launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms)
         arguments = self._queries, qkv, self._chunk, cache, out, shape, self.config.attention_scale

@@ -39,7 +39,7 @@ from wisparse.kernels.gpu.tiles import Tile, gpu_of
 from ..decoding.cache import KVCache
 from ..decoding.heads import DraftHead
 from ..decoding.sampling import SamplingParams
-from ..torch.block import LINEARS, SHARED, Block
+from ..torch.block import ROLES, Block
 from .blocks import AttentionParts, BlockLauncher, added_by_linears, router_of
 from .weights import AnyLinear, CudaWeights
 
@@ -133,7 +133,7 @@ class DecodeStep(BlockLauncher):
         # Measured on an H200: five stages are faster for long contexts.
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
         self._stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
-        self._buffers: dict[str, Tensor] = {}  # of ``_zeros``
+        self._buffers: dict[str, Tensor] = {}  # of ``_memory``
         self._routing: Routing | None = None  # of the last router
         self._logits = Logits.empty(rows, weights.head)
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
@@ -151,16 +151,18 @@ class DecodeStep(BlockLauncher):
                 ends["clamp"] = self.config.clamp
             chosen[role] = self._choose(block, role, "step", tiles, **ends)
 
-        splits = {} if block.spec.recurrent else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
+        plain = block.spec.recurrent or block.spec.latent
+        splits = {} if plain else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
         for role, reads in (("o", splits), ("down", {})):
             choose(role, "residual" if role in added else "plain", **reads)
         # qkv reads the partial sums of squares of the previous block's down. The embedding writes as many as block 0's.
         choose("qkv", "plain", _num_sums((self.plans[-1] if self.plans else chosen)["down"]))
         for role in GATE_UP[: 1 if block.shared_down is None else 2]:
             choose(role, activation, _num_sums(chosen["o"]))
-        if block.shared_down is not None:
-            choose("shared_down", "plain")
-        return {role: chosen[role] for role in (*LINEARS, *SHARED) if role in chosen}
+        for role in ("q_b", "shared_down"):
+            if getattr(block, role) is not None:
+                choose(role, "plain")
+        return {role: chosen[role] for role in ROLES if role in chosen}
 
     def _choose(self, block: Block[AnyLinear], role: str, place: str, tiles: dict[str, Tile], **ends: Any) -> Product:
         linear, first = getattr(block, role), getattr(self.weights.blocks[0], role)
@@ -210,7 +212,7 @@ class DecodeStep(BlockLauncher):
             if role in GATE_UP:  # after the activation; of experts a row for each pair of a row and a chosen expert
                 rows *= linear.chosen if routing is not None else 1
                 width = getattr(block, role.replace("gate_up", "down")).in_features
-            output = Output(self._zeros(role, rows, width))
+            output = Output(self._memory(role, rows, width))
         self._count(linear, value, routing)
         eps = self.config.rms_norm_eps
         self._launch(role, launch_linear, linear, value, output, self._scratch, chosen, eps=eps, routing=routing)
@@ -224,11 +226,13 @@ class DecodeStep(BlockLauncher):
             launch_count(linear, value, total, tokens=self.tokens, expert=expert, eps=eps, pdl=pdl)
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
-        splits = self.rows, self.config.num_heads, self._kv_splits
-        shapes = {"attended": (*splits, self.weights.blocks[index].spec.head_dim), "maximum": splits, "total": splits}
-        out = KVSplits(*(self._zeros(name, *shape, dtype=torch.float32) for name, shape in shapes.items()))
-        pdl = self.pdl and self.normed is None
+        out, pdl = self._splits(self.weights.blocks[index].spec.head_dim), self.pdl and self.normed is None
         return self._attend_rows(index, qkv, out, stored=self._verifies, stages=self._stages[index], pdl=pdl)
+
+    def _splits(self, width: int) -> KVSplits:
+        splits = self.rows, self.config.num_heads, self._kv_splits
+        shapes = {"attended": (*splits, width), "maximum": splits, "total": splits}
+        return KVSplits(*(self._memory(name, *shape, dtype=torch.float32) for name, shape in shapes.items()))
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
         delta, pdl = self.weights.blocks[index].delta, self.pdl and self.normed is None
@@ -236,7 +240,7 @@ class DecodeStep(BlockLauncher):
         if self.normed is not None:  # the kernel norms its input itself
             norm = self._next_norm(index - 1, ())
             x = Input(self.hidden, self._sums(index - 1, "down"), norm.factors) if norm else Input(self.hidden)
-        out = self._zeros("recalled", self.rows, delta.config.value_size)
+        out = self._memory("recalled", self.rows, delta.config.value_size)
         self._launch(
             "attention",
             launch_delta_net,
@@ -256,8 +260,8 @@ class DecodeStep(BlockLauncher):
         mamba, pdl = self.weights.blocks[index].mamba, self.pdl and self.normed is None
         assert mamba is not None
         weights = MambaTensors(*(getattr(mamba, name) for name in MambaTensors._fields))
-        gated = self._zeros("gated", self.rows, mamba.config.inner, dtype=torch.float32)
-        out = self._zeros("recalled", *gated.shape)
+        gated = self._memory("gated", self.rows, mamba.config.inner, dtype=torch.float32)
+        out = self._memory("recalled", *gated.shape)
         arguments = projected, weights, self._states[index], self._inputs, gated, out
         options = {"groups": mamba.config.groups, "eps": mamba.eps, "pdl": pdl, "in_order": self._verifies}
         self._launch("mamba2", launch_mamba2, *arguments, **options)
@@ -268,10 +272,10 @@ class DecodeStep(BlockLauncher):
         if block.router_scale is not None:
             x = Input(self.hidden, self._sums(index, "o"), block.router_scale)
         router, eps = router_of(block), self.config.rms_norm_eps
-        logits = self._zeros("router", self.rows, len(router.weight), dtype=torch.float32)
-        counter = self._zeros("router counter", self.rows, dtype=torch.int32)
-        expert = self._zeros("expert", self.rows, router.total, dtype=torch.int32)
-        self._routing = Routing(expert, self._zeros("expert weight", *expert.shape, dtype=torch.float32))
+        logits = self._memory("router", self.rows, len(router.weight), dtype=torch.float32)
+        counter = self._memory("router counter", self.rows, dtype=torch.int32)
+        expert = self._memory("expert", self.rows, router.total, dtype=torch.int32)
+        self._routing = Routing(expert, self._memory("expert weight", *expert.shape, dtype=torch.float32))
         self._launch("router", launch_router, x, router, logits, counter, self._routing, eps=eps, pdl=self.pdl)
         return self._routing
 
@@ -283,7 +287,7 @@ class DecodeStep(BlockLauncher):
         head = weights.norm.factors, weights.head, weights.head_scales
         launch_logits(self.hidden, ssq, *head, self._logits, eps=self.config.rms_norm_eps, pdl=self.pdl)
 
-    def _zeros(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def _memory(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """What launches of this name write, at the same address in each block. It grows in the run before a capture."""
         size, held = math.prod(shape), self._buffers.get(name)
         if held is None or len(held) < size:

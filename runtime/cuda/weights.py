@@ -23,7 +23,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, interle
 from wisparse.kernels.gpu.experts import ExpertLinear, empty_experts
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import LINEARS, SHARED, Block, Norm, norm_embedding, read_spec
+from ..torch.block import SHARED, Block, Norm, norm_embedding, read_spec, roles_of
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that fit into ``CudaWeights.dequantized``, at least
 _MOST_THREADS = 12  # of ``staged_reads``
@@ -49,7 +49,10 @@ class CudaWeights:
         outside = [self.embedding, self.norm.weight, self.head, self.head_scales]
         outside += [block.router for block in self.blocks]
         mixers = [
-            mixer for block in self.blocks for mixer in (block.delta, block.conv, block.mamba) if mixer is not None
+            mixer
+            for block in self.blocks
+            for mixer in (block.delta, block.conv, block.mamba, block.latent)
+            if mixer is not None
         ]
         outside += [tensor for mixer in mixers for tensor in vars(mixer).values()]
         tensors = {id(tensor): tensor for tensor in outside if isinstance(tensor, Tensor)}
@@ -134,13 +137,12 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
             spec, experts = read_spec(config, index, stored, dtype), config.blocks[index].experts
             if experts is not None and spec["shared_gate"] is not None:  # stored as the router's last row
                 spec["router"] = torch.cat((spec["router"], spec["shared_gate"]))
-            loaded: list[Any] = [
-                _load_linear(own, copies, source, weights)
+            linears: dict[str, Any] = {
+                role: _load_linear(own, copies, source, weights)
                 if experts is None or role not in EXPERTS
                 else _load_experts(own, shared, source, weights)
                 for role, own, shared, copies in _linears(config, index)
-            ]
-            linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), loaded, strict=False))
+            }
             blocks.append(Block(**spec | {"shared_gate": None}, **linears))
         norm = Norm(source.tensor(f"{config.architecture.final_norm}.weight"), *config.norm("final"))
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
@@ -193,8 +195,9 @@ def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projec
     fused, experts = config.architecture.gate_up == ("gate_up_proj",), config.blocks[index].experts
     own = config.shared_inputs(index)
     parallel = experts is not None and experts.parallel_mlp
-    shared = {} if parallel else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
-    for role, projections in zip((*LINEARS, *SHARED) if parallel else LINEARS, own, strict=False):
+    roles = roles_of(config)
+    shared = {} if parallel else dict(zip(EXPERTS, own[len(roles) - len(SHARED) :], strict=False))
+    for role, projections in zip(roles if parallel else roles[: -len(SHARED)], own, strict=False):
         yield role, projections, shared.get(role, []), 2 if fused and role == "gate_up" else 1
 
 
@@ -315,7 +318,7 @@ def with_dense(weights: CudaWeights, dense: tuple[bool, ...], *, copy_masks: boo
         linears = [replace(linear, dense=next(rest)) for linear in block.linears]
         if copy_masks:
             linears = [replace(one, scales=one.scales.clone(), thresholds=one.thresholds.clone()) for one in linears]
-        changes: dict[str, Any] = dict(zip((*LINEARS, *SHARED), linears, strict=False))
+        changes: dict[str, Any] = dict(zip(block.roles, linears, strict=True))
         blocks.append(replace(block, **changes))
     return replace(weights, blocks=blocks)
 

@@ -59,6 +59,11 @@ class Stored(NamedTuple):
     key_scales: Tensor | None = None  # if quantized: (slots, num_kv_heads, length) float32
     value_scales: Tensor | None = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """By name; values that are the keys once."""
+        again = "value" if self.values is self.keys else "-"
+        return {name: x for name, x in self._asdict().items() if x is not None and not name.startswith(again)}
+
 
 def quantise(x: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor]:
     """Quantize vectors x (..., head_dim) to codes and float32 scales (...): x ~ codes * scales[..., None]."""
@@ -145,7 +150,8 @@ class KVCache:
                         strides = span // kind.itemsize, width, size // kind.itemsize, 1
                         tensors.append(mapped.view(kind).as_strided(shape, strides, at // kind.itemsize))
                     at += padded(nbytes, 16)
-                self.attention[index] = Stored(*tensors[:2], *(scales[..., 0] for scales in tensors[2:]))
+                keys, values, *scales = [one for one in tensors for _ in range(1 + block.latent)]
+                self.attention[index] = Stored(keys, values, *(one[..., 0] for one in scales))
 
     def __str__(self) -> str:
         size, held = (
@@ -201,8 +207,8 @@ class KVCache:
             self._memory.unmap(self._ranges(slot, kept, self.held[slot]))
         elif self.held[slot]:
             for stored in self.attention.values():
-                for tensor in stored:
-                    if tensor is not None and tensor.device.type == "cpu":
+                for tensor in stored.tensors().values():
+                    if tensor.device.type == "cpu":
                         for head in tensor[slot]:
                             _discard(head)
         self.free += self.releasable_pages(slot)
@@ -240,7 +246,8 @@ class KVCache:
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Store keys and values (num_kv_heads, T, head_dim) at positions from ``start`` on."""
         stop, stored = start + keys.shape[1], self.attention[block]
-        for new, tensor, scales in zip((keys, values), stored[:2], stored[2:], strict=True):
+        parts = list(zip((keys, values), stored[:2], stored[2:], strict=True))
+        for new, tensor, scales in parts[: 1 if stored.values is stored.keys else 2]:
             if scales is None:
                 tensor[slot, :, start:stop] = new
             else:
@@ -250,7 +257,9 @@ class KVCache:
         """Keys and values of positions 0..stop of a slot, dequantized: (num_kv_heads, stop, head_dim) each."""
         kv, stored = [], self.attention[block]
         for tensor, scales in zip(stored[:2], stored[2:], strict=True):
-            if scales is None:
+            if kv and tensor is stored.keys:
+                kv.append(kv[0])
+            elif scales is None:
                 kv.append(tensor[slot, :, :stop])
             else:
                 kv.append((tensor[slot, :, :stop].float() * scales[slot, :, :stop, None]).to(self._dtype))
@@ -278,9 +287,8 @@ class KVCache:
         :meth:`checkpoint` after them; empty: the source has ``length`` positions."""
         if source != target:
             for stored in self.attention.values():
-                for tensor in stored:
-                    if tensor is not None:
-                        tensor[target, :, :length] = tensor[source, :, :length]
+                for tensor in stored.tensors().values():
+                    tensor[target, :, :length] = tensor[source, :, :length]
         states = states or [self.state(block, source, length) for block in self.recurrent]
         for block, state in zip(self.recurrent, states, strict=True):
             self.state(block, target, length).take(state)

@@ -58,8 +58,8 @@ def fingerprint(bundle: Bundle, decoder: Decoder) -> str:
 
 def _tensors(cache: KVCache, slot: int, length: int) -> dict[str, Tensor]:
     """Views of a slot's first ``length`` positions, by name."""
-    parts = ((f"{index}.{name}", x) for index, one in cache.attention.items() for name, x in one._asdict().items())
-    return {f"cache.{name}": x[slot, :, :length] for name, x in parts if x is not None}
+    parts = ((f"{index}.{name}", x) for index, one in cache.attention.items() for name, x in one.tensors().items())
+    return {f"cache.{name}": x[slot, :, :length] for name, x in parts}
 
 
 def _state_tensors(length: int, states: Mapping[int, RecurrentState]) -> dict[str, Tensor]:

@@ -29,6 +29,11 @@ _CHUNK = 64  # positions of a chunk of the delta rule
 _LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
 
 
+def roles_of(config: ModelConfig) -> tuple[str, ...]:
+    """`ROLES` in the order of ``config.shared_inputs``."""
+    return tuple(role for role in ROLES if role != "q_b" or (config.latent and config.latent.query_rank))
+
+
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of computations that need full precision: float32, or float64 in a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -492,10 +497,10 @@ def _attention(
         q = q * at.scales[:, None].to(q.dtype)
     new = None
     if spec.kv_from is None:
-        v = kv[-1].view(count, -1, spec.head_dim).transpose(0, 1)
+        k, v = norm_and_rotate(kv[0], block.k_norm), kv[-1].view(count, -1, spec.head_dim).transpose(0, 1)
         if config.architecture.value_norm:
             v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
-        new = norm_and_rotate(kv[0], block.k_norm), v
+        new = k, k if spec.latent else v
     attended = at.attend(config, index, block, q, new, executor)
     attended = attended.transpose(0, 1).reshape(count, -1)
     return attended if gates is None else attended * gates.sigmoid()

@@ -18,7 +18,7 @@ from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_p
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder
-from .block import ROLES, Block, MaskedLinear, Norm, PerLayer, finish_logits, norm_embedding, read_spec
+from .block import Block, MaskedLinear, Norm, PerLayer, finish_logits, norm_embedding, read_spec, roles_of
 
 
 class TorchDecoder(Decoder):
@@ -42,8 +42,7 @@ class TorchDecoder(Decoder):
         self._blocks = blocks = []
         for index in range(config.num_blocks):
             projections = ([one for p in shared for one in read(p)] for shared in config.shared_inputs(index))
-            roles = [role for role in ROLES if role != "q_b" or (config.latent and config.latent.query_rank)]
-            linears: dict[str, Any] = dict(zip(roles, projections, strict=False))
+            linears: dict[str, Any] = dict(zip(roles_of(config), projections, strict=False))
             blocks.append(Block(**read_spec(config, index, stored, dtype), **linears))
         self._per_layer = PerLayer.read(config, read_tensor, stored)
         self._norm = Norm(read_tensor(f"{config.architecture.final_norm}.weight"), *config.norm("final"))

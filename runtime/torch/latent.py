@@ -8,8 +8,8 @@ out  = V_h (sum over positions of the softmax weight times c)            and key
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from wisparse.formats.model_config import Latent
 @dataclass(frozen=True)
 class LatentWeights:
     config: Latent
-    norm: Callable[[Tensor], Tensor]  # RMSNorm of the latent
+    norm: Any  # the latent's `block.Norm`
     kv_b: Tensor  # (heads * (key_dim + value_dim), rank)
 
     def _parts(self) -> tuple[Tensor, Tensor]:
