@@ -124,8 +124,11 @@ def _respelled(config: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value.removeprefix("torch.")
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := found.get(key), Mapping):
-            # Phi-3's first name of LongRoPE.
-            found[key] = {name: "longrope" if value == "su" else value for name, value in rope.items()}
+            # Phi-3's first name of LongRoPE, and Sarvam's of YaRN.
+            names = {"su": "longrope", "deepseek_yarn": "yarn"}
+            found[key] = {
+                name: names.get(value, value) if isinstance(value, str) else value for name, value in rope.items()
+            }
     return found
 
 

@@ -87,6 +87,7 @@ class ExpertsLayout:
     # How files stack a block's experts. None: one tensor per expert, or ``rows``. ``rows``: (E, 2 I, H), gates before
     # ups, and (E, H, I). ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H).
     stacked: Literal["rows", "interleaved"] | None = None
+    stacked_names: tuple[str, str] | None = None  # of these tensors in ``module``; None: transformers' names
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Architecture:
     norms: Norms = _BEFORE
     final_norm: str = "model.norm"
     eps: str = "rms_norm_eps"  # config key
-    # Role of a projection -> its name within a block, where it is not `self_attn.q_proj`, `mlp.gate_proj` and so on.
+    # Role of a projection -> its name within a block, where it is not `self_attn.q_proj`, `mlp.gate_proj` and so on; also
+    # of ``experts`` and ``sinks``.
     modules: Mapping[str, str] = field(default_factory=dict)
     norm_offset: bool = False  # norms multiply by 1 + weight in float32 (Gemma),
     final_offset: bool = True  # also the final one
@@ -164,6 +166,7 @@ class Architecture:
     # embedding. Embedding and output layer are the model's.
     mtp: bool = False
     without: tuple[str, ...] = ()  # config keys of unsupported arithmetic, which have to be null or false
+    always: tuple[str, ...] = ()  # config keys that have to be true
 
     def __post_init__(self) -> None:
         for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
@@ -332,6 +335,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     # Gemma's first checkpoints say "gelu" for the tanh approximation.
     "gemma": Architecture("GemmaForCausalLM", **_GEMMA, activations={**ACTIVATIONS, "gelu": "gelu_tanh"}),
     "gemma2": Architecture("Gemma2ForCausalLM", **_NEWER_GEMMA, attention_softcap="attn_logit_softcapping"),
+    "vaultgemma": Architecture(
+        "VaultGemmaForCausalLM",
+        **{**_NEWER_GEMMA, "norms": Norms(mlp_input="pre_feedforward_layernorm")},
+        attention_softcap="attn_logit_softcapping",
+    ),
     "gemma3_text": Architecture("Gemma3ForCausalLM", **_NEWER_GEMMA, qk_norm=QKNorm(), local_rope=True),
     "gemma4_text": Architecture(
         "Gemma4ForCausalLM",
@@ -367,6 +375,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "SmolLM3ForCausalLM", **_BIASES, **_WINDOWS, mlp_bias="mlp_bias", unrotated="no_rope_layers"
     ),
     "granite": Architecture("GraniteForCausalLM", **_GRANITE),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM",
+        **{**_GRANITE, "mlp_bias": False},
+        modules={"experts": "block_sparse_moe.experts"},
+        experts=ExpertsLayout(
+            True,
+            intermediate_size="intermediate_size",
+            module="block_sparse_moe",
+            router="router.layer",
+            stacked="rows",
+            stacked_names=("input_linear.weight", "output_linear.weight"),
+        ),
+    ),
     "granite_swa": Architecture(
         "GraniteSWAForCausalLM", **_GRANITE, **_WINDOWS, sinks=True, rope_thetas="layer_rope_theta"
     ),
@@ -494,6 +515,52 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         **_LATENT,
         experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace"),
     ),
+    "sarvam_mla": Architecture(
+        "DeepseekV3ForCausalLM",
+        **_LATENT,
+        experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace"),
+    ),
+    "youtu": Architecture("YoutuForCausalLM", **_LATENT, mlp_bias="mlp_bias"),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        **_BIASES,
+        **_WINDOWS,
+        norms=Norms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        modules={"attention_gate_proj": "self_attn.gate_proj"},
+        attention_gate="attention_gate_proj",
+        qk_norm=QKNorm(),
+        unrotated="full",
+        embedding_multiplier=("hidden_size", 0.5),
+        always=("mup_enabled",),
+        experts=ExpertsLayout(
+            True,
+            norm_added=1e-20,
+            score="sigmoid",
+            choice_bias="mlp.expert_bias",
+            scale="route_scale",
+            router="router.gate",
+            shared_size="moe_intermediate_size",
+            shared_count="num_shared_experts",
+            shared_module="shared_experts",
+            dense_blocks="num_dense_layers",
+        ),
+    ),
+    "flint": Architecture(
+        "FlintForCausalLM",
+        **_BIASES,
+        **_WINDOWS,
+        qk_norm=QKNorm(),
+        unrotated="full",
+        sinks=True,
+        modules={"sinks": "self_attn.softmax_offset"},
+        experts=ExpertsLayout(
+            "norm_topk_prob",
+            score="sigmoid",
+            rounded=None,
+            shared_size="shared_expert_intermediate_size",
+            dense_blocks="decoder_sparse_step",
+        ),
+    ),
     "lfm2": Architecture("Lfm2ForCausalLM", **_LFM2, adjusted_mlp=True),
     "lfm2_moe": Architecture(
         "Lfm2MoeForCausalLM",
@@ -521,6 +588,13 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "gemma4": {"gemma4_text": "gemma4_text"},
     "gemma4_unified": {"gemma4_unified_text": "gemma4_unified_text"},
     "muse_glimmer": {"muse_glimmer_text": "muse_glimmer_text"},
+    "smolvlm": {"llama": "llama"},
+    "idefics3": {"llama": "llama"},
+    "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
+    "llava_next": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
+    "llava_onevision": {"qwen2": "qwen2"},
+    "internvl": {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama", "gpt_oss": "gpt_oss"},
+    "lfm2_vl": {"lfm2": "lfm2", "lfm2_moe": "lfm2_moe"},
     "exaone4_5": {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
@@ -533,9 +607,11 @@ RENAMED: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
 }
 _NOT_TEXT = (
     "vision_tower.",
+    "vision_model.",
     "visual.",
     "multi_modal_projector.",
     "embed_vision.",
@@ -544,6 +620,8 @@ _NOT_TEXT = (
     "vision_embedder.",
     "vision_adapter.",
     "vision_projection.",
+    "connector.",
+    "image_newline",
 )
 
 

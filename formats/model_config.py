@@ -491,6 +491,8 @@ def require_values(config: Mapping[str, Any], model_type: str, complete: bool = 
         raise UnsupportedModelError(f"unsupported architecture: {found} {why}")
     for key in arch.without:
         require(config.get(key) in (None, False), key, "null or false, the only values known here", config.get(key))
+    for key in arch.always if complete else [key for key in arch.always if key in config]:
+        require(config.get(key) is True, key, "true, the only value known here", config.get(key))
     tied = switch(config, "tie_word_embeddings")
     require(not (tied and arch.embedding_norm), "tie_word_embeddings", "false: embeddings have a norm", tied)
     if (key := arch.activation) is not None and (complete or config.get(key) is not None):

@@ -96,7 +96,7 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             rows = config.num_heads * (latent.key_dim + latent.value_dim)
             mixer.append(row("latent.kv_b", "self_attn.kv_b_proj.weight", rows, latent.rank))
         if arch.sinks:
-            mixer.append(row("sinks", "self_attn.sinks", config.num_heads))
+            mixer.append(row("sinks", arch.modules.get("sinks", "self_attn.sinks"), config.num_heads))
     elif spec.mixer == "delta_net" and (delta := config.delta_net) is not None:
         if arch.interleaved_delta:
             each = delta.value_heads // delta.key_heads
@@ -151,6 +151,8 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
         yield from before.get(one.role, ())
         down, position = one.role == "down_proj", int(one.role == "up_proj")
         name, each = one.name if down else f"{one.name.rpartition('.')[0]}.gate_up_proj", 1 if down else 2
+        if arch.experts is not None and arch.experts.stacked_names is not None:
+            name = f"{prefix}{arch.experts.module}.{arch.experts.stacked_names[down]}"
         rows, columns = each * one.out_features, one.in_features
         whole: tuple[int, ...] = (one.experts, columns, rows) if interleaved else (one.experts, rows, columns)
         shape: tuple[int, ...] = one.out_features, one.in_features

@@ -71,6 +71,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "ernie": ("ernie4_5", {"use_bias": True, "head_dim": 24}),
     "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.7}}),
+    "vaultgemma": ("vaultgemma", {
+        **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0, "attention_bias": True,
+        "final_logit_softcapping": 5.0,
+    }),
 }
 
 FAMILIES["muse-glimmer"] = ("muse_glimmer_text", {
@@ -116,6 +120,10 @@ _LATENT = {
     "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28, "attention_bias": True,
     "num_key_value_heads": 4,
 }
+FAMILIES["youtu"] = ("youtu", {
+    **{key: value for key, value in _LATENT.items() if "expert" not in key and "moe" not in key}, "q_lora_rank": 48,
+    "tie_word_embeddings": False,
+})
 # name -> as above: models with experts, in all blocks but the second of the first one.
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {
@@ -169,6 +177,22 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         **_LATENT, "q_lora_rank": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
     }),
+    "sarvam-mla": ("sarvam_mla", {
+        **_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+        "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3},
+    }),
+    "granite-moe": ("granitemoe", {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5, "attention_bias": True,
+    }),
+    "afmoe": ("afmoe", {
+        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "mup_enabled": True, "route_scale": 1.5,
+    }),
+    "flint": ("flint", {
+        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    }),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {
@@ -218,6 +242,8 @@ _SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+_SIGLIP = {**_VISION, "model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 64, "patch_size": 4}
+_CLIP = {**_SIGLIP, "model_type": "clip_vision_model"}
 _PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
 _QWEN_VISION = {"depth": 1, "num_heads": 2, "hidden_size": 16, "patch_size": 4}
 _QWEN_NEW_VISION = {**_QWEN_VISION, "intermediate_size": 24, "out_hidden_size": 64}
@@ -238,10 +264,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         "mistral3", {"tie_word_embeddings": True},
         {"model_type": "ministral3", **FAMILIES["ministral3"][1], "tie_word_embeddings": True}, _PIXTRAL,
     ),
-    "gemma3": (
-        "gemma3", {}, {"model_type": "gemma3_text", **FAMILIES["gemma3"][1]},
-        {**_VISION, "model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 64, "patch_size": 4},
-    ),
+    "gemma3": ("gemma3", {}, {"model_type": "gemma3_text", **FAMILIES["gemma3"][1]}, _SIGLIP),
     "gemma4": (
         "gemma4", {}, {"model_type": "gemma4_text", **FAMILIES["gemma4"][1]},
         {**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
@@ -262,6 +285,21 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     "exaone4.5": (
         "exaone4_5", {"tie_word_embeddings": False}, {"model_type": "exaone4", **_WINDOWS},
         {**_QWEN_NEW_VISION, "fullatt_block_indexes": [0], "num_key_value_heads": 2},
+    ),
+    "smolvlm": (
+        "smolvlm", {"scale_factor": 2, "image_token_id": 5, "tie_word_embeddings": True},
+        {"model_type": "llama", "tie_word_embeddings": True}, _SIGLIP,
+    ),
+    "llava": ("llava", {"image_token_id": 5}, {"model_type": "mistral", "sliding_window": 7}, _CLIP),
+    "llava-next": ("llava_next", {"image_token_id": 5}, {"model_type": "qwen2"}, _CLIP),
+    "llava-onevision": ("llava_onevision", {"image_token_id": 5}, {"model_type": "qwen2"}, _SIGLIP),
+    "internvl": (
+        "internvl", {"image_token_id": 5}, {"model_type": "qwen3", "head_dim": 24},
+        {**_VISION, "num_attention_heads": 2, "image_size": [8, 8], "patch_size": [4, 4]},
+    ),
+    "lfm2-vl": (
+        "lfm2_vl", {"image_token_id": 5}, {"model_type": "lfm2", **HYBRIDS["lfm2"][1]},
+        {**_SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 16},
     ),
     "qwen2-vl": ("qwen2_vl", {}, {"rope_parameters": _mrope(2, 3, 3)}, {**_QWEN_VISION, "embed_dim": 16}),
     "qwen2.5-vl": (

@@ -453,7 +453,7 @@ MLX = {"quantization": {"group_size": 64, "bits": 4}}
 @pytest.mark.parametrize(
     ("config", "card", "words"),
     [
-        ({"model_type": "vaultgemma"}, "", "the nearest known ones are gemma"),
+        ({"model_type": "gemma3n_text"}, "", "the nearest known ones are gemma3_text"),
         ({"model_type": "mamba2", "time_step_limit": [0.0, math.inf]}, "", "is a recurrent or state-space model"),
         ({"model_type": None}, "", "model_type: expected a known one (docs/models.md), found None"),
         (MLX, "---\nbase_model: Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
