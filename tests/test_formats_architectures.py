@@ -3,22 +3,27 @@ none gets a sentence that says what it is; JSON that is refused."""
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runtime_models import EXPERTS, HYBRIDS, VARIANTS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
-from wisparse.formats.architectures import ARCHITECTURES, why_refused
+from wisparse.converter.config import full_config
+from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, why_refused
+from wisparse.formats.block_ops import not_yet
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
 from wisparse.formats.guard import parse_json, shown
 from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import stacked_experts
 
+ROOT = Path(__file__).resolve().parent.parent
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -291,6 +296,34 @@ def test_other_families_are_refused_by_what_they_are(changes: dict[str, object],
 def test_no_supported_family_is_named_among_the_refused() -> None:
     """A row that is added takes its family off the list of those that need more than a row."""
     assert [name for name in ARCHITECTURES if " is " in why_refused({}, name, ()).partition(";")[0]] == []
+
+
+def test_every_causal_model_of_transformers_is_a_row_or_refused_by_what_it_is() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = (*ARCHITECTURES, *WRAPPERS)
+    others = {name: why_refused({}, name, known) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in known}
+    assert len(others) > 100
+    assert [name for name, why in others.items() if not why.startswith(f"model_type {name!r} is ")] == []
+
+
+def test_the_page_of_models_has_every_row_and_what_runs_it() -> None:
+    page = (ROOT / "docs" / "models.md").read_text("utf-8")
+    lines = re.findall(r"^\| (`.*?) \|(.*)\|$", page, re.MULTILINE)
+    cells = {name: row.split("|") for names, row in lines for name in re.findall(r"`(\w+)`", names)}
+    assert cells.keys() == ARCHITECTURES.keys() | WRAPPERS.keys()
+    runs: dict[str, set[str]] = {}
+    for model_type, settings in {**VARIANTS, **HYBRIDS, **EXPERTS}.values():
+        sizes = {"vocab_size": 101, "vocab_size_per_layer_input": 101, "hidden_size": 64, "intermediate_size": 112}
+        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = ModelConfig.from_dict(full_config({**sizes, **settings, "model_type": model_type}))
+        lacks_heads = {"vllm"} if config.architecture.full_heads else set()  # of another width in some blocks
+        found = {one for one in ("triton", "onnx", "vllm") if not_yet(config, one) is None} - lacks_heads
+        runs[model_type] = runs.get(model_type, set()) | found
+    stated = dict(zip(("triton", "onnx", "vllm"), (2, 3, 4), strict=True))
+    for model_type in ARCHITECTURES:
+        row = {one for one, column in stated.items() if cells[model_type][column].strip() == "yes"}
+        assert row == runs[model_type], model_type
 
 
 def test_errors_name_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
