@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plane_codes import quantise_in_planes, read_by_rows
 from quality import EXAMPLE, Divergence, describe_machine, evaluate, print_document, stdlib_tokens
 
 from wisparse.converter.calibration import CalibrationTokens, pack, path_documents
 from wisparse.converter.gguf_source import gguf_weights, open_checkpoint, open_source
 from wisparse.converter.gptq import group_size, quantise_weights
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.plane_codes import quantise_in_planes, read_by_rows
 from wisparse.converter.planes import read_in_planes
 from wisparse.converter.rotation import rotate
 from wisparse.converter.search.allocation import MAX_SPARSITY

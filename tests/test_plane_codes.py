@@ -4,12 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_converter_weights import inputs
-from tiny_source import tiny_source, tiny_tokens
-from transformers import Qwen3MoeConfig
-
-from wisparse.converter.gptq import fit_int4
-from wisparse.converter.plane_codes import (
+from plane_codes import (
     PlaneMatrix,
     choose_widths,
     fit_planes,
@@ -17,6 +12,11 @@ from wisparse.converter.plane_codes import (
     quantise_in_planes,
     read_by_rows,
 )
+from test_converter_weights import inputs
+from tiny_source import tiny_source, tiny_tokens
+from transformers import Qwen3MoeConfig
+
+from wisparse.converter.gptq import fit_int4
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
@@ -96,7 +96,7 @@ def test_a_model_is_read_by_rows(kind: str, sizes: dict[str, int]) -> None:
 
 def test_what_cannot_be_stored() -> None:
     source, tokens = tiny_source(**SIZES), tiny_tokens()
-    with pytest.raises(UnsupportedModelError, match="--bits 2: two bits a channel and the scales need more"):
+    with pytest.raises(UnsupportedModelError, match="2 bits: two bits a channel and the scales need more"):
         choose_widths(source, tokens, 2.0, output_fisher(source, tokens))
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 64}
     config = ModelConfig.from_dict(Qwen3MoeConfig(**sizes).to_dict())

@@ -1,6 +1,6 @@
 """Weights as planes of two-bit codes. A channel of a matrix has a width of 2, 4, 6 or 8 bits, that is one to four rows of
 codes in {-1.5, -0.5, 0.5, 1.5} times a scale of the row; rows add up. So a row is a channel to masks and searches, and
-their sparsity is the fraction of unread bits."""
+their sparsity is the fraction of unread bits. A prototype, whose figures decided against it (LOG.md): `planes.py`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from wisparse.converter.calibration import CalibrationTokens
+from wisparse.converter.calibration_state import block_inputs
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.gptq import corrected, fit_projections, in_order, round_columns
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.sensitivity import fisher_diagonal
+from wisparse.converter.source import SourceModel
+from wisparse.converter.state import NO_STATE, Stages
 from wisparse.formats.errors import UnsupportedModelError
-
-from .calibration import CalibrationTokens
-from .calibration_state import block_inputs
-from .flow import BlockFlow
-from .gptq import corrected, fit_projections, in_order, round_columns
-from .masking import MaskedModel
-from .sensitivity import fisher_diagonal
-from .source import SourceModel
-from .state import NO_STATE, Stages
 
 # Width in bits -> the mean squared error of a normal variable of variance 1, rounded uniformly, and the best step.
 _ERRORS = {2: 0.1188, 4: 0.01154, 6: 0.00104, 8: 0.000089}
@@ -120,7 +119,7 @@ def choose_widths(
         return sum(int(costs[name][index].sum()) for name, index in choice.items())
 
     if not spent(chosen(torch.inf)) <= budget:
-        raise UnsupportedModelError(f"--bits {bits:g}: two bits a channel and the scales need more")
+        raise UnsupportedModelError(f"{bits:g} bits: two bits a channel and the scales need more")
     low, high = -_LARGEST_BIT_PRICE, _LARGEST_BIT_PRICE
     for _ in range(60):
         middle = (low + high) / 2
@@ -167,7 +166,8 @@ def fit_planes(weight: Tensor, moments: Tensor, cross: Tensor | None, widths: Te
         channels = (device_widths > 2 * plane).nonzero()[:, 0]
         shift = device_widths[channels] - 2 * (plane + 1)
         rows.append((codes[channels] >> shift[:, None] & 3, channels, steps[channels] * 2.0**shift))
-    matrix = PlaneMatrix(*(torch.cat(parts) for parts in zip(*rows, strict=True)), output_scales)
+    all_codes, all_channels, row_scales = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    matrix = PlaneMatrix(all_codes, all_channels, row_scales, output_scales)
     return _with_fitted_scales(matrix, target, moments, importance)
 
 
@@ -216,11 +216,11 @@ class _Gather(nn.Module):
 
     def __init__(self, rows: nn.Linear, channels: Tensor) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.channels = rows, channels
         rows.register_buffer("channels", channels, persistent=False)  # says that the rows' input is their own
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rows(x.index_select(-1, self.rows.channels))
+        out: Tensor = self.rows(x.index_select(-1, self.channels))
         return out
 
 
