@@ -127,7 +127,7 @@ def quantise(
     scale_dtype = scale_dtype or torch.float32
     smallest, largest = max(_SMALLEST_NORMAL, torch.finfo(scale_dtype).tiny), torch.finfo(scale_dtype).max
     codes = torch.empty(rows, width, dtype=getattr(torch, _STORED[kind]), device=weight.device)
-    scales = torch.empty(rows, groups, device=weight.device)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=weight.device)
     for part in _row_slices(rows, columns):
         values = weight[part].to(torch.float32).unflatten(1, (groups, -1))
         scale = values.abs().amax(2) / _LARGEST[kind]

@@ -64,6 +64,24 @@ def test_no_import_cycles(room: str) -> None:
     TopologicalSorter(arrows).prepare()  # raises CycleError
 
 
+def test_allocations_state_their_dtype() -> None:
+    """Where vLLM runs, torch's default is the weights' type: a kernel would read float32 from fewer bytes than it expects."""
+    names, wrong, seen = ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye"), [], 0
+    for folder in ("kernels", "formats", "runtime/vllm"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+                if not (
+                    isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+                ):
+                    continue
+                if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
+                    seen += 1
+                    if not {"dtype", None} & {keyword.arg for keyword in node.keywords}:
+                        wrong.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert seen > 20
+    assert not wrong, wrong
+
+
 def test_light_imports_stay_light() -> None:
     modules = ["wisparse", "wisparse.cli"]
     files = [file.relative_to(ROOT / "runtime") for file in (ROOT / "runtime").rglob("*.py")]

@@ -340,6 +340,6 @@ def empty_experts(
     assert data is not None
     return ExpertLinear(
         replace(one, data=data, scales=scales, zeros=zero_points),
-        torch.ones(experts, len(widths), k // planes, device=device),
-        torch.zeros(experts, len(widths) * planes, device=device), True, chosen,
+        torch.ones(experts, len(widths), k // planes, dtype=torch.float32, device=device),
+        torch.zeros(experts, len(widths) * planes, dtype=torch.float32, device=device), True, chosen,
     )  # fmt: skip

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 import triton
@@ -211,7 +210,9 @@ def gemm(
     ``row_mask``: as for ``mask_rows``; None: x is not masked. ``counter``: (MOST_TILES,) int32, 0 before and after."""
     rows, weight = x.shape[-2], linear.weight
     out = x.new_empty(rows, linear.out_features)
-    partial: Any = torch.empty(tile.splits, *out.shape, device=x.device) if tile.splits > 1 else out
+    partial = out
+    if tile.splits > 1:
+        partial = torch.empty(tile.splits, *out.shape, dtype=torch.float32, device=x.device)
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     grid = (count_tiles(linear.widths, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
     _gemm_kernel[grid](

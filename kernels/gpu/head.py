@@ -11,7 +11,7 @@ Bytes: V * K * sizeof(dtype) (int8: V * (K + 4)).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,8 +49,9 @@ class Logits(NamedTuple):
     @classmethod
     def empty(cls, batch: int, weight: Tensor) -> Logits:
         """For the output layer ``weight`` (V, K)."""
-        logit = torch.empty(batch, len(weight), device=weight.device)
-        best = torch.empty(batch, triton.cdiv(len(weight), head_tile(batch, weight).block_v), device=weight.device)
+        float32: Any = {"dtype": torch.float32, "device": weight.device}
+        logit = torch.empty(batch, len(weight), **float32)
+        best = torch.empty(batch, triton.cdiv(len(weight), head_tile(batch, weight).block_v), **float32)
         return cls(logit, best, torch.empty_like(best, dtype=torch.int32))
 
 

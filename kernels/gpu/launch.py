@@ -23,7 +23,7 @@ class Scratch:
         self.widened, self.value = widened, torch.empty(0, dtype=dtype, device=device)
         self.partial = self.polled = self.index = self.value.to(torch.int32)  # each grows on its own
         self.counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-        self.ones = torch.ones(0, device=device)  # the row mask if all rows are masked
+        self.ones = torch.ones(0, dtype=torch.float32, device=device)  # the row mask if all rows are masked
 
     def widened_like(self, weight: DeviceWeight, index: int) -> Tensor:
         """Where a quantized projection is widened: (K, N)."""

@@ -181,7 +181,7 @@ def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
     sum of 16 products has to be exact."""
     name = str(dtype).removeprefix("torch.")
     bits = torch.tensor([VALUE_SCALE[name]] * 2, dtype=dtype).view(torch.int32)
-    out = torch.empty(128, device=device)
+    out = torch.empty(128, dtype=torch.float32, device=device)
     subnormal_kernel[(1,)](out, int(bits), *sum_source(name), num_warps=1)
     return bool((out == 16 * code_unit("int8", name)).all())
 

@@ -142,7 +142,7 @@ def empty_weight(
     group = k if group is None else group
     columns = sum(map(padded_width, widths))
     data = torch.zeros(k, columns * BITS[quant] // 32, dtype=torch.int32, device=device)
-    scales = torch.zeros(k // group, columns, device=device)
+    scales = torch.zeros(k // group, columns, dtype=torch.float32, device=device)
     zero_points = torch.full_like(scales, ZERO[quant]) if zeros else None
     return DeviceWeight(quant, data, scales, zero_points, group, dtype, widths, planes)
 
