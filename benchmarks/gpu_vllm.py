@@ -7,13 +7,13 @@ import importlib.util
 import json
 import os
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -24,6 +24,7 @@ from shapes import LLAMA_8B
 from wisparse.formats.bundle import Bundle, ProjectionMask, sidecar_bytes
 from wisparse.formats.manifest import CalibrationRecord, Manifest, ProjectionRecipe, Recipe, SparsityLevel
 from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.quantization import Packed
 from wisparse.formats.tensor_file import build_header
 from wisparse.formats.tensors import expected_tensors
 
@@ -37,7 +38,15 @@ PROMPT, TOKENS = 5, 200
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--models", type=Several(("bundle", "dense")), default="bundle,dense")
+@click.option(
+    "--models",
+    type=Several(("bundle", "plain", "dense")),
+    default="bundle,dense",
+    help="A bundle at 50%; its weights by the plug-in without masks (int8 and int4); by vLLM's own kernels.",
+)
+@click.option("--weights", type=Several(("bf16", "int8", "int4")), default="bf16")
+@click.option("--layouts", type=click.Choice(["both", "ours"]), default="both", help="Of quantised weights.")
+@click.option("--blocks", default=LLAMA["num_hidden_layers"], help="Of the model, for a shorter start.")
 @click.option("--requests", type=Several(int), default="1,2,4,8,32,128", help="At once.")
 @click.option("--tensor-parallel", default=1, help="GPUs of one engine.")
 @click.option("--prompts/--no-prompts", default=True, help="Time prompts too.")
@@ -46,12 +55,12 @@ PROMPT, TOKENS = 5, 200
 @click.option("--part", hidden=True, type=Path, help="The folder of the model that this process measures.")
 @out_option
 def vllm(
-    models: list[str], requests: list[int], tensor_parallel: int, prompts: bool, seconds: int, rehearse: bool,
-    part: Path | None, out: Path | None,
+    models: list[str], weights: list[str], layouts: str, blocks: int, requests: list[int], tensor_parallel: int,
+    prompts: bool, seconds: int, rehearse: bool, part: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """vLLM with the plug-in beside dense vLLM: start, memory, tokens a second by requests at once, prompts.
 
-    Built: Llama-3.1-8B's config.json, and a bundle of it with thresholds; vLLM fills in its own random weights
+    Built: Llama-3.1-8B's config.json, with the weights of --weights, and a bundle of it with thresholds; vLLM fills in its own random weights
     (load_format="dummy"). The thresholds are those that drop half of each projection's channels on tokens that the model
     itself decoded dense, all channel scales are 1, and the share that is dropped is counted on other such tokens. Nothing
     needs to be installed: vLLM finds the plug-in by a folder with its entry point. Caches are empty at the start.
@@ -59,22 +68,26 @@ def vllm(
     Timed: the engine's start; greedy answers of 200 tokens after 5, best of two or three batches; prompts of 4,096 and of
     128 tokens.
 
-    Printed: a line of JSON for each figure (gpu-vllm.jsonl), then bundle over dense.
+    Printed: a line of JSON for each figure (gpu-vllm.jsonl), then bundle and plain over dense.
     """
     if importlib.util.find_spec("vllm") is None:
         raise click.UsageError("expected vLLM beside an NVIDIA GPU, found none: pip install 'wisparse[vllm]'")
     if not rehearse:
         need_gpu()
     if part is not None:
-        measure(part, requests, tensor_parallel, prompts, rehearse)
+        measure(part, layouts, requests, tensor_parallel, prompts, rehearse)
         return
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-vllm-") as temporary:
-        work, config = Path(temporary), LLAMA | (SMALL if rehearse else {})
-        write_bundle(config, work / "bundle")
-        (work / "dense").mkdir()
-        (work / "dense" / "config.json").write_text(json.dumps(config))
-        for model in models:
+        work, config = Path(temporary), LLAMA | {"num_hidden_layers": blocks} | (SMALL if rehearse else {})
+        for kind in weights:
+            write_bundle(config, work / f"{kind}-bundle", kind)
+            stored = json.loads((work / f"{kind}-bundle" / "config.json").read_text())
+            del stored["wisparse"]
+            for model in ("plain", "dense"):
+                (work / f"{kind}-{model}").mkdir()
+                (work / f"{kind}-{model}" / "config.json").write_text(json.dumps(stored))
+        for model in (f"{kind}-{model}" for kind in weights for model in models if (kind, model) != ("bf16", "plain")):
             command = ["timeout", "-k", "10", str(seconds), sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
             command += [*sys.argv[1:], "--part", str(work / model)]
             with open(work / f"{model}.log", "w+", encoding="utf-8") as log:
@@ -88,9 +101,15 @@ def vllm(
                 found[model].append({"part": model, "failed": code})
             print("\n".join(map(json.dumps, found[model])), flush=True)
     save(out, "gpu-vllm.jsonl", "".join(json.dumps(one) + "\n" for model in found.values() for one in model))
-    sparse, dense = (figures(found.get(model, [])) for model in ("bundle", "dense"))
-    ratios = {key: [dense[key], value, round(value / dense[key], 3)] for key, value in sparse.items() if dense.get(key)}
-    print(json.dumps({"dense, bundle, ratio": ratios}))
+    for kind in weights:
+        dense = figures(found.get(f"{kind}-dense", []))
+        for model in ("plain", "bundle"):
+            own = figures(found.get(f"{kind}-{model}", []))
+            ratios = {
+                key: [dense[key], value, round(value / dense[key], 3)] for key, value in own.items() if dense.get(key)
+            }
+            if ratios:
+                print(json.dumps({f"{kind}: dense, {model}, ratio": ratios}), flush=True)
     if any("failed" in one for model in found.values() for one in model):
         sys.exit(1)
 
@@ -119,7 +138,9 @@ def environment(work: Path, model: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def measure(model: Path, requests: list[int], tensor_parallel: int, with_prompts: bool, rehearse: bool) -> None:
+def measure(
+    model: Path, layouts: str, requests: list[int], tensor_parallel: int, with_prompts: bool, rehearse: bool
+) -> None:
     """Print the figures of one engine."""
     from vllm import LLM, SamplingParams
 
@@ -131,15 +152,21 @@ def measure(model: Path, requests: list[int], tensor_parallel: int, with_prompts
         "enable_prefix_caching": False, "kv_cache_memory_bytes": 24 << 30, "gpu_memory_utilization": 0.45,
         "tensor_parallel_size": tensor_parallel, "load_format": "dummy", "skip_tokenizer_init": True,
     }  # fmt: skip
+    kind, _, way = model.name.partition("-")
+    if way == "plain":
+        settings["quantization"] = "wisparse"
+    if kind != "bf16" and way != "dense":
+        settings["additional_config"] = {"wisparse": {"layouts": layouts}}
     if rehearse:
         settings |= {"dtype": "float32", "enforce_eager": True}
+        settings.pop("additional_config", None)
         del settings["kv_cache_memory_bytes"], settings["gpu_memory_utilization"]
     began = time.perf_counter()
     llm = LLM(**settings)
     say(start_s=round(time.perf_counter() - began, 1), gib=llm.apply_model(reserved_gib)[0])
     method = llm.llm_engine.vllm_config.model_config.quantization
-    if (method == "wisparse") != (model.name == "bundle"):
-        raise RuntimeError(f"expected the plug-in for the bundle alone, found {method!r} for {model.name}")
+    if (method == "wisparse") != (way != "dense"):
+        raise RuntimeError(f"expected the plug-in for bundle and plain, found {method!r} for {model.name}")
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     generator = torch.Generator().manual_seed(0)
 
@@ -161,7 +188,7 @@ def measure(model: Path, requests: list[int], tensor_parallel: int, with_prompts
         return found
 
     tokens = 20 if rehearse else TOKENS
-    if model.name == "bundle":
+    if way == "bundle":
         say(**drop_half(llm, random_prompts(16, PROMPT), sampling(tokens), sampling(1)))
     else:
         llm.generate(random_prompts(16, PROMPT), sampling(tokens), use_tqdm=False)
@@ -206,35 +233,41 @@ def watch_products(model: Any, choose: bool) -> int:
     dropped; returns how many layers there are."""
     from wisparse.runtime.vllm import product
 
-    layers = {
-        module.weight.data_ptr(): module.wisparse_thresholds
-        for module in model.modules()
-        if hasattr(module, "wisparse_thresholds")
-    }
+    placed: dict[int, Any] = {}
+    for module in model.modules():
+        if not hasattr(module, "wisparse_thresholds") or module.wisparse_placed.dense:
+            continue
+
+        def record(x: Any, bias: Any = None, of: Any = module) -> Any:
+            thresholds, sizes = of.wisparse_thresholds, x[::16].abs().float().flatten()
+            if choose:
+                thresholds.fill_(float(sizes.kthvalue(sizes.numel() // 2).values))
+            dropped.append(float((sizes < thresholds[0]).float().mean()))
+            if of.wisparse_placed.many is not None:
+                return of.wisparse_placed.many(x, bias)
+            if not of.wisparse_codes:
+                return torch.nn.functional.linear(x, of.weight, bias)
+            return product.of_codes(x, of.wisparse_layer, of.wisparse_masked[: len(x)], dense=True)
+
+        placed[module.weight.data_ptr()] = product.Placed(dense=False, many=record)
     dropped: list[float] = []
-
-    def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-        thresholds, sizes = layers[weight.data_ptr()], x[::16].abs().float().flatten()
-        if choose:
-            thresholds.fill_(float(sizes.kthvalue(sizes.numel() // 2).values))
-        dropped.append(float((sizes < thresholds[0]).float().mean()))
-        return torch.nn.functional.linear(x, weight, bias)
-
-    product.functional = SimpleNamespace(linear=linear, dropped=dropped)
-    return len(layers)
+    product.KEPT = (product.PLACED, dropped)
+    product.PLACED = placed
+    return len(placed)
 
 
 def watched(model: Any) -> list[float]:
     """The share of the channels that each layer's threshold drops; products are as before."""
     from wisparse.runtime.vllm import product
 
-    dropped: list[float] = product.functional.dropped
-    product.functional = torch.nn.functional
-    return dropped
+    product.PLACED, dropped = product.KEPT
+    found: list[float] = dropped
+    return found
 
 
-def write_bundle(config: dict[str, Any], folder: Path) -> None:
-    """A bundle that passes every check but has holes for weights, and thresholds that drop nothing."""
+def write_bundle(config: dict[str, Any], folder: Path, kind: str) -> None:
+    """A bundle that passes every check but has holes for weights, and thresholds that drop nothing. int8 has a scale for
+    each row, int4 for each group of 128 channels."""
     model, threshold = ModelConfig.from_dict(config), 2.0**-100
     masks = {p.name: ProjectionMask(torch.ones(p.in_features), threshold, 0.5) for p in model.projections()}
     entries = tuple(ProjectionRecipe(name, 0.5, 0.0, threshold, 0.5) for name in masks)
@@ -250,14 +283,33 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
         (folder / name).write_bytes(data)
         files[name] = hashlib.sha256(data).hexdigest()
 
-    shapes, weights = expected_tensors(model), "model-00001-of-00001.safetensors"
-    header = build_header({name: (torch.bfloat16, shape) for name, shape in shapes.items()}, {"format": "pt"})
-    size = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+    expected = expected_tensors(model)
+    tensors = {name: (torch.bfloat16, shape) for name, shape in expected.items()}
+    weights = "model-00001-of-00001.safetensors"
+    if kind != "bf16":
+        packing = Packed("int8", None) if kind == "int8" else Packed("int4", 128)
+        types = {"I32": torch.int32, "I64": torch.int64, "BF16": torch.bfloat16}
+        for name in masks:
+            for part, stored in packing.parts(*tensors.pop(f"{name}.weight")[1]).items():
+                tensors[f"{name}.{part}"] = types[stored.codes[0]], stored.shapes[0]
+        spread = {"strategy": "channel"} if kind == "int8" else {"strategy": "group", "group_size": 128}
+        each = {"num_bits": 8 if kind == "int8" else 4, "type": "int", "symmetric": True, "dynamic": False} | spread
+        group = {"targets": ["Linear"], "weights": each, "input_activations": None, "output_activations": None}
+        how = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+        config = config | {"quantization_config": how | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}}
+    header = build_header(tensors, {"format": "pt"})
+    size = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in tensors.values())
     with open(folder / weights, "wb") as file:
         file.write(header)
         file.truncate(len(header) + size)
+        at = len(header)
+        for name, (dtype, dimensions) in tensors.items():
+            if name.endswith("weight_shape"):  # which is checked
+                file.seek(at)
+                file.write(struct.pack("<2q", *expected[name.removesuffix("_shape")]))
+            at += dtype.itemsize * torch.Size(dimensions).numel()
     files[weights] = "0" * 64
-    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(shapes, weights)}
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(tensors, weights)}
     write("model.safetensors.index.json", json.dumps(index).encode())
     write("wisparse.safetensors", sidecar_bytes(masks, recipe, [masks]))
     entry = {"format_version": 2, "sparsity": 0.5, "sparsities": [0.5], "sidecar": "wisparse.safetensors"}

@@ -158,7 +158,8 @@ def test_a_vllm_without_a_place_for_us(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version, raising=False)
-    with pytest.raises(ImportError) if known else contextlib.nullcontext():
+    unusable = f"plug-in for vLLM {re.escape(version)} cannot be imported .process {os.getpid()}"
+    with pytest.raises(ImportError, match=unusable) if known else contextlib.nullcontext():
         register()
     assert known or f"expected a version from 0.26 to before 0.33, found {version}" in caplog.text
 
@@ -359,7 +360,7 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (dense / name).unlink()
     asked: list[tuple[Path, dict[str, Any], dict[str, str], str]] = [
         (no_sidecar, {}, {}, "wisparse.safetensors"),
-        (quantised, {}, {}, "config.json: expected sha256"),
+        (quantised, {}, {}, "the weights do not fit config.json"),
         (dense, {"quantization": "wisparse"}, {}, "expected a bundle, a folder with wisparse.json"),
         (no_entry, {}, {}, "config.json: expected an object under 'wisparse'"),
         (bundle, {"enable_lora": True}, {}, "does not run with LoRA adapters in vLLM yet; leave the option out"),
@@ -488,7 +489,13 @@ def test_the_server_answers(python: str, bundle: Path, tmp_path: Path) -> None:
             server.wait(60)
     assert done.returncode == 0, done.stderr[-2000:] + log.read_text()[-4000:]
     # What a user sees of it.
-    assert "masks on: sparsity 0.5 (the bundle has 0.5, and 0), prefill dense" in log.read_text()
+    assert "masks on: sparsity 0.5 (the bundle has 0.5, and 0), prefill dense, rank 0 of 1" in log.read_text()
     own = wisparse.load(bundle, dtype="float32", backend="torch")
     expected = own.generate("def fibonacci(n):\n", max_new_tokens=16).text
-    assert json.loads(done.stdout.splitlines()[-1]) == {"text": expected}
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["text"] == expected
+    masks, unread = sorted(answer["metrics"])
+    assert masks == 'wisparse_masks{sparsity="0.5",weights="bfloat16"} 1.0'
+    # All projections but the last.
+    last, every = 256 * 704, 6 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 704 * 256)
+    assert float(unread.removeprefix("wisparse_unread_ratio ")) == pytest.approx(0.5 * (1 - last / every))

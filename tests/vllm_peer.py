@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import urllib.request
 from typing import Any
 
 ENVIRONMENT = {
@@ -86,7 +87,9 @@ def client(url: str, prompt: str) -> None:
         except openai.APIConnectionError:
             time.sleep(1)
     answer = served.completions.create(model="bundle", prompt=prompt, max_tokens=16, temperature=0)
-    print(json.dumps({"text": answer.choices[0].text}), flush=True)
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as page:
+        metrics = [line for line in page.read().decode().splitlines() if line.startswith("wisparse_")]
+    print(json.dumps({"text": answer.choices[0].text, "metrics": metrics}), flush=True)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,23 @@ class WisparseConfig(QuantizationConfig):
         by_blocks = isinstance(packing, Plain) and packing.block_rows is not None
         return None if by_blocks else packing
 
+    def served(self, additional: Any) -> tuple[float, str, float]:
+        """Sparsity, weight type, and the share of the blocks' weights that a masked token leaves unread."""
+        if self._folder is None:
+            kinds = {"compressed-tensors": "compressed-tensors", "gptq": "int4", "awq": "int4"}
+            return 0.0, kinds.get((self._stored or {}).get("quant_method", ""), "unknown"), 0.0
+        bundle = Bundle.open(self._folder)
+        chosen = bundle.at(Settings.read(additional, os.environ, bundle.sparsity).sparsity)
+        kinds = {weight.packing.kind for weight in bundle.checkpoint.quantised.values()}
+        weights = (
+            "graded" if planes_of(chosen.masks) > 1 else min(kinds, default=bundle.config_dict.get("dtype", "native"))
+        )
+        sizes = {one.name: one.num_parameters for one in bundle.config.projections()}
+        unread = sum(
+            chosen.masks[one.name].sparsity * sizes[one.name] for one in bundle.config.projections() if not one.experts
+        )
+        return chosen.sparsity, str(weights), unread / sum(sizes.values())
+
     def _prepare(self) -> MaskedRows:
         """Once in each process that builds layers."""
         if self._folder is None and not self._plain:
@@ -214,8 +231,12 @@ class WisparseConfig(QuantizationConfig):
         settings = Settings.read(current.additional_config, os.environ, 0.0 if bundle is None else bundle.sparsity)
         parts = [f"rank {get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"]
         if self._vllm is not None:
-            on_gpu = current_platform.is_cuda() and current.model_config.dtype in HALF
-            self._both = settings.layouts == "both" or (settings.layouts is None and on_gpu)
+            half = current.model_config.dtype in HALF
+            if settings.layouts == "both" and not half:
+                raise UsageError(f"layouts: expected ours in {current.model_config.dtype}, found both")
+            self._both = half and (
+                settings.layouts == "both" or (settings.layouts is None and current_platform.is_cuda())
+            )
             by = f"vLLM's kernels from {CODE_ROWS + 1} tokens on, dense" if self._both else "our kernels alone"
             parts.insert(0, f"weights quantised by {self._stored['quant_method']}, {by}")
         if bundle is None:

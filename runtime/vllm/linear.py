@@ -16,7 +16,7 @@ from wisparse.formats.quantization import Packing
 from wisparse.formats.weight_types import QuantizedMatrix, round_weight
 
 from .codes import create_parameters, device_weight, plain_weight, read_matrices
-from .product import HALF, PLACED, Layer, Placed, channel_major, mask_ahead, mask_tensors, reserve
+from .product import HALF, PLACED, Layer, Placed, channel_major, held, mask_ahead, mask_tensors, reserve
 from .settings import MaskedRows
 
 _Codes = tuple[str, Tensor | None, Tensor | None]
@@ -117,8 +117,8 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         layer.register_buffer("wisparse_code_zeros", codes[2], persistent=False)
         layer.wisparse_placed = PLACED[layer.weight.data_ptr()] = Placed(of.dense, many)
         bias, masks = getattr(layer, "bias", None), (layer.wisparse_scales, layer.wisparse_thresholds)
-        given = Layer(layer.weight, bias, *masks, self._widths, *codes)
-        reserve(given, self._dtype, layer.wisparse_placed, ahead=self._ahead)
+        layer.wisparse_layer = Layer(layer.weight, bias, *masks, self._widths, *codes)
+        reserve(layer.wisparse_layer, self._dtype, layer.wisparse_placed, ahead=self._ahead)
 
     def _store_codes(
         self, layer: Any, matrices: Sequence[QuantizedMatrix], loaded: Iterable[str], planes: int
@@ -133,7 +133,7 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         else:
             data = plain_weight(matrices, planes, self._dtype)
         layer.register_parameter("weight", torch.nn.Parameter(data, requires_grad=False))
-        self._of.rows.own_bytes += sum(one.nbytes for one in (data, *codes[1:]) if one is not None)
+        held["our layout"] += sum(one.nbytes for one in (data, *codes[1:]) if one is not None)
         return codes
 
     def _fill_other(
@@ -144,7 +144,7 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
             if name in loaded:
                 value.data.copy_(loaded[name])
         method.process_weights_after_loading(twin)
-        self._of.rows.other_bytes += sum(value.nbytes for value in (*twin.parameters(), *twin.buffers()))
+        held["vLLM's, for larger batches"] += sum(value.nbytes for value in (*twin.parameters(), *twin.buffers()))
 
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
             found: Tensor = method.apply(twin, x, bias)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.manifest import MANIFEST, SIDECAR
-
-from .settings import NAME, require_known_version, why_experts_are_refused
 
 log = logging.getLogger("vllm.wisparse")
 
@@ -24,24 +23,38 @@ def register() -> None:
         from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
         from .config import WisparseConfig
+        from .settings import NAME
 
         if NAME not in QUANTIZATION_METHODS:
             register_quantization_config(NAME)(WisparseConfig)
         parser = type(get_config_parser("hf"))
         if not getattr(parser, "knows_bundles", False):
             register_config_parser("hf")(with_bundles(parser))
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as reason:
+        where = f"process {os.getpid()}, {sys.executable}"
         try:
+            from .settings import require_known_version
+
             require_known_version(vllm.__version__)
-        except UsageError as reason:
-            log.warning("no bundle runs sparse here: %s", reason)
+        except ImportError:
+            pass
+        except UsageError as unknown:
+            log.warning("no bundle runs sparse here: %s", unknown)
             return
-        raise
+        # vLLM would go on and call the method unknown.
+        raise ImportError(
+            f"WiSparse's plug-in for vLLM {vllm.__version__} cannot be imported ({where}): {reason}; install wisparse "
+            "with its dependencies there, or run without it: VLLM_PLUGINS=''"
+        ) from reason
 
 
 def with_bundles(parser: Any) -> type:
     """vLLM's parser of ``config.json``, which also recognises bundles."""
     from vllm.transformers_utils.repo_utils import file_or_path_exists
+
+    from wisparse.formats.manifest import MANIFEST, SIDECAR
+
+    from .settings import NAME, why_experts_are_refused
 
     class Parser(parser):
         knows_bundles = True

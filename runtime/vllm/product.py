@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from .settings import may_mask
 if TYPE_CHECKING:  # Triton need not be installed
     from wisparse.kernels.gpu.products import Product
 
+log = logging.getLogger("vllm.wisparse")
 HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
 CODE_ROWS = 16  # up to which our products of codes take a batch in place of vLLM's
@@ -213,6 +216,7 @@ def scratch_of(device: torch.device, dtype: torch.dtype) -> Any:
     return Scratch(device, dtype)
 
 
+held: Counter[str] = Counter()  # bytes of quantised weights, by layout
 _known: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are compiled, or being compiled
 _running: list[Future[None]] = []
 
@@ -284,5 +288,8 @@ def finish_compiling() -> None:
         return
     while _running:
         _running.pop().result()
+    if held:
+        log.info("quantised weights: %s", ", ".join(f"{size / 2**30:.2f} GiB in {of}" for of, size in held.items()))
+        held.clear()
     _threads().shutdown()
     _threads.cache_clear()

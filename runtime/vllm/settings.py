@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ NAME = "wisparse"
 PLAIN = ("compressed-tensors", "gptq", "awq")  # methods of checkpoints that run by ours if asked for
 POLICIES = ("dense", "all")  # "half" needs whole prompts, and vLLM reads them in chunks
 LAYOUTS = ("ours", "both")  # of quantised weights
-ENVIRONMENT = {key: f"WISPARSE_VLLM_{key.upper()}" for key in ("prefill", "sparsity", "layouts")}
+ENVIRONMENT = {
+    "prefill": "WISPARSE_VLLM_PREFILL",
+    "sparsity": "WISPARSE_VLLM_SPARSITY",
+    "layouts": "WISPARSE_VLLM_LAYOUTS",
+}
 _AT: weakref.WeakValueDictionary[int, MaskedRows] = weakref.WeakValueDictionary()
 
 
@@ -36,7 +41,8 @@ def require_known_version(found: str) -> None:
     if match is None or not FIRST <= (int(match[1]), int(match[2])) < BEFORE:
         first, before = (f"{major}.{minor}" for major, minor in (FIRST, BEFORE))
         raise UsageError(
-            f"vLLM: expected a version from {first} to before {before}, found {found}; install one "
+            f"vLLM: wisparse {metadata.version('wisparse')} expected a version from {first} to before {before}, found "
+            f"{found}; install one "
             f"(pip install 'vllm>={first},<{before}') or run the dense model: VLLM_PLUGINS='' vllm serve …"
         )
 
@@ -114,7 +120,6 @@ class MaskedRows:
         # captured with the masks in them.
         self._uniform: float | None = 1.0
         self.any = True  # whether any row may be masked
-        self.own_bytes = self.other_bytes = 0  # of quantised weights, in our layout and in vLLM's
 
     def on(self, device: torch.device) -> Tensor:
         """(rows,) float32 on ``device``, the same tensor for every layer."""
