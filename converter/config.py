@@ -23,6 +23,7 @@ from wisparse.formats.rope_config import require_rope_type
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys that are not given to the configuration class: they do not change the model.
 _NOT_READ = ("id2label", "label2id", "num_labels", "auto_map", "quantization_config")
+_NO_CLAMP = 1e-30  # its logarithm is taken
 # Keys of multimodal rotary positions, which text alone does not use.
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
@@ -99,6 +100,8 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
             if is_model_field and not _is_infinite(value) and key not in _TOKEN_IDS and not key.startswith("_"):
                 full[key] = value
     full["model_type"] = plain_type
+    if plain_type == "nemotron_h":  # transformers raises steps to it in passes over several tokens alone
+        full["time_step_min"] = _NO_CLAMP
     if _is_mxfp4(full):
         del full["quantization_config"]
     if wrapped:

@@ -164,10 +164,11 @@ class Report:
         keys, mean, blocks = ("sparsity", "alpha", "threshold", "realised_sparsity"), partial(self._mean, default), []
         for index in range(config.num_blocks):
             in_block = list(config.projections(index))
-            # A recurrent layer counts as attention.
-            attention, mlp = ([one for one in in_block if one.in_mlp == is_mlp] for is_mlp in (False, True))
-            means = {key: mean(key, in_block) for key in ("sparsity", "realised_sparsity")}
-            means |= {"self_attn": mean("sparsity", attention), "mlp": mean("sparsity", mlp)}
+            # A recurrent layer counts as attention. A block may lack one of the halves.
+            means: dict[str, Any] = {key: mean(key, in_block) for key in ("sparsity", "realised_sparsity")}
+            for name, is_mlp in (("self_attn", False), ("mlp", True)):
+                half = [one for one in in_block if one.in_mlp == is_mlp]
+                means[name] = mean("sparsity", half) if half else None
             shown = {one.role: {key: _rounded(getattr(entries[one.name], key)) for key in keys} for one in in_block}
             blocks.append({"block": index, **means, "projections": shown})
         return {
@@ -319,7 +320,7 @@ def _draw_sparsity(report: Mapping[str, Any]) -> Any:
     figure, (top, bottom) = _figure(report, title, rows=2, height=7.2, height_ratios=(3, 2))
     for i, (key, label) in enumerate((("self_attn", "self-attention"), ("mlp", "MLP"))):
         positions = [x - 0.2 + 0.4 * i for x in range(num_blocks)]
-        top.bar(positions, [block[key] for block in blocks], 0.4, color=_COLOURS[i], label=label)
+        top.bar(positions, [block[key] or 0 for block in blocks], 0.4, color=_COLOURS[i], label=label)
     style = {"color": _COLOURS[6], "marker": "o", "markersize": 4, "linewidth": 1.2}
     top.plot([block["sparsity"] for block in blocks], label="block", **style)
     top.axhline(report["sparsity"]["target"], color="0.35", linestyle="--", linewidth=1, label="target")

@@ -26,8 +26,6 @@ from .sensitivity import kl_rows
 from .source import SourceModel, weights_of
 from .state import NO_STATE, Stages
 
-_EMBEDDING = "model.embed_tokens.weight"
-
 # Relative to the largest: a norm's weights below this count as 0; their channels do not matter to the directions.
 _SMALLEST_WEIGHT = 1e-4
 # Rows of the embedding rotated at a time, in float32.
@@ -109,7 +107,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     )
     q = rotation.residual.to(device)
     final_norm = f"{config.architecture.final_norm}.weight"
-    head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
+    head = config.embedding if config.tie_word_embeddings else LM_HEAD
 
     @cache  # many experts share a norm
     def norm_of(name: str) -> Tensor:
@@ -121,8 +119,8 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         return torch.cat([((rows * weight) @ q).to(stored.dtype).cpu() for rows in chunks])
 
     def make(name: str) -> Tensor:
-        if name == _EMBEDDING:
-            return embedding(_EMBEDDING, 1.0)
+        if name == config.embedding:
+            return embedding(name, 1.0)
         if name == LM_HEAD:
             return embedding(head, norm_of(final_norm))
         if name == final_norm or name in input_norms.values():
@@ -248,4 +246,4 @@ def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None]
         for _ in (pool.map if output.weight.is_cuda else map)(load, names):
             advance()
     if LM_HEAD not in checkpoint.tensors:
-        output.weight.copy_(checkpoint.tensor(_EMBEDDING))
+        output.weight.copy_(checkpoint.tensor(checkpoint.config.embedding))

@@ -94,6 +94,7 @@ class ExpertsLayout:
 class Architecture:
     class_name: str
     norms: Norms = _BEFORE
+    embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     eps: str = "rms_norm_eps"  # config key
     # Role of a projection -> its name within a block, where it is not `self_attn.q_proj`, `mlp.gate_proj` and so on; also
@@ -101,6 +102,7 @@ class Architecture:
     modules: Mapping[str, str] = field(default_factory=dict)
     norm_offset: bool = False  # norms multiply by 1 + weight in float32 (Gemma),
     final_offset: bool = True  # also the final one
+    wide_norms: bool = False  # norms multiply by the weight in float32
     output_eps: str | None = None  # config key, of the norms of outputs; None: ``eps``
     embedding_norm: bool = False  # RMSNorm without weight on the tokens' embeddings
     qkv: tuple[str, ...] = _QKV[0]  # query, key and value projections, separate or fused
@@ -134,7 +136,10 @@ class Architecture:
     layer_types: bool = False
     window: bool = False
     recurrent: str | None = None  # key of ``MIXERS``
-    mamba2: bool = False  # the recurrent blocks are Mamba-2, with keys ``mamba_*``
+    # The recurrent blocks are Mamba-2: config keys of heads, groups, head_dim, state_dim, taps, conv_bias, bias; or none.
+    mamba2: tuple[str, ...] = ()
+    # A block is one half: attention, a recurrent mixer, or, of the kind ``mlp``, an MLP. ``layers_block_type`` has the kinds.
+    one_half: bool = False
     # A DeltaNet's projections are ``in_proj_qkvz`` and ``in_proj_ba``, in which the rows of a key head stand together.
     interleaved_delta: bool = False
     mlp_size: str = "intermediate_size"  # config key of the MLP's width
@@ -148,8 +153,8 @@ class Architecture:
     local_rope: bool = False
     # Config key of each block's base of the rotary angles; 0: no rotary embedding.
     rope_thetas: str | None = None
-    # Blocks without a rotary embedding: ``full`` attention ones, or the config key of a list that is 0 for them; all, unless
-    # the key ``position_embedding_type`` is ``rope``.
+    # Blocks without a rotary embedding: ``full`` attention ones, ``all``, or the config key of a list that is 0 for them; all,
+    # unless the key ``position_embedding_type`` is ``rope``.
     unrotated: str | None = None
     attention_scale: Power | None = None  # factor of the scores; None: head_dim**-0.5
     query_multiplier: Power | None = None  # another factor of the scores
@@ -257,6 +262,7 @@ _GATED: dict[str, Any] = {
     "shared_size": "shared_expert_intermediate_size",
     "shared_gate": "mlp.shared_expert_gate.weight",
 }
+_MAMBA = ("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias")
 _V2: dict[str, Any] = {"renormalised": False, "norm_added": 0.0, "score": "softmax", "choice_bias": None}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -401,12 +407,35 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         **{**_GRANITE, "mlp_bias": False},
         **_WINDOWS,
         recurrent="linear_attention",
-        mamba2=True,
+        mamba2=tuple(
+            f"mamba_{key}" for key in ("n_heads", "n_groups", "d_head", "d_state", "d_conv", "conv_bias", "proj_bias")
+        ),
         gate_up=_GATE_UP[1],
         modules={"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"},
         mlp_size="shared_intermediate_size",
         unrotated="position_embedding_type",
         without=("num_local_experts",),
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        **_UNGATED,
+        **_WINDOWS,
+        norms=Norms(attention_input="norm", mlp_input="norm"),
+        embedding="model.embeddings",
+        final_norm="model.norm_f",
+        eps="layer_norm_epsilon",
+        wide_norms=True,
+        modules={
+            role: f"mixer.{role}"
+            for role in ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj")
+        },
+        mlp_bias="mlp_bias",
+        activation="mlp_hidden_act",
+        recurrent="linear_attention",
+        mamba2=_MAMBA,
+        one_half=True,
+        unrotated="all",
+        without=("tie_word_embeddings",),  # transformers ties nothing
     ),
     "glm": Architecture("GlmForCausalLM", **_GLM),
     "glm4": Architecture(

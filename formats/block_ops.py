@@ -152,11 +152,13 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
         normed = norm(value, weight, f"{value}_normed")
         found.append(Add((HIDDEN, normed), HIDDEN, config.residual_multiplier))
 
-    n = norm(HIDDEN, "attention_input", "attention_input")
-    qkv = linear(n, "qkv", "qkv")
+    n = qkv = ""
+    if spec.mixer is not None:
+        n = norm(HIDDEN, "attention_input", "attention_input")
+        qkv = linear(n, "qkv", "qkv")
     if spec.mixer == "delta_net":
         found.append(DeltaNet((qkv, n), "attended"))
-    else:
+    elif spec.mixer is not None:
         read: tuple[str, ...] = (qkv,)
         if config.latent is not None:
             if config.latent.query_rank:
@@ -168,9 +170,12 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
         found.append({"short_conv": ShortConv, "mamba2": Mamba2}.get(spec.mixer, attention)(read, "attended"))
         if config.latent is not None:
             found.append(LatentValues(("attended",), "attended"))
-    add(linear("attended", "o", "o"), "attention_output")
+    if spec.mixer is not None:
+        add(linear("attended", "o", "o"), "attention_output")
 
-    if spec.experts is None:
+    if not spec.has_mlp:
+        pass
+    elif spec.experts is None:
         add(mlp(norm(HIDDEN, "mlp_input", "mlp_input")), "mlp_output")
     elif not spec.experts.parallel_mlp:
         n = norm(HIDDEN, "mlp_input", "mlp_input")

@@ -34,7 +34,7 @@ from .quantization import (
     widen_mxfp4,
 )
 from .tensor_file import DTYPES, INFINITY, STORED_DTYPES, Entry, TensorFile, code_of, is_finite, open_files, same_values
-from .tensors import EMBEDDING, MTP, StackedExperts, TensorSpec, model_tensors, mtp_tensors, stacked_experts
+from .tensors import MTP, StackedExperts, TensorSpec, model_tensors, mtp_tensors, stacked_experts
 from .weight_types import QuantizedMatrix
 
 _OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes of causal LMs, or no class
@@ -139,16 +139,17 @@ class Checkpoint:
         # Name in the text model -> stored name.
         stored: dict[str, str] = {}
         for name in weight_map:
-            plain = text_name(name) if wrapped else name
+            plain = text_name(name) if wrapped else re.sub("^backbone[.]", "model.", name)  # Nemotron-H's
             if plain is not None and stored.setdefault(plain, name) != name:
                 raise error(f"{name!r:.200} and {stored[plain]!r:.200} are the same tensor under two names")
         if wrapped and complete is not None:
             config_dict = complete(stored_config, stored)
             config = ModelConfig.from_dict(config_dict)
+        embedding = config.embedding
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
-            if EMBEDDING not in stored:
-                stored[EMBEDDING] = stored.pop(LM_HEAD)
-            elif not same_values(*((files[weight_map[stored[name]]], stored[name]) for name in (EMBEDDING, LM_HEAD))):
+            if embedding not in stored:
+                stored[embedding] = stored.pop(LM_HEAD)
+            elif not same_values(*((files[weight_map[stored[name]]], stored[name]) for name in (embedding, LM_HEAD))):
                 notes.append(
                     "config.json says tie_word_embeddings, but lm_head.weight differs from the embedding: both are kept, "
                     "and the bundle's config.json says false"
@@ -162,7 +163,7 @@ class Checkpoint:
         shapes = {one.name: one.shape for one in specs}
         quantised = {name: StoredWeight(packing, *shapes[name]) for name, packing in packings.items()}
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
-            specs.append(TensorSpec(LM_HEAD, shapes[EMBEDDING]))
+            specs.append(TensorSpec(LM_HEAD, shapes[embedding]))
         head = mtp_tensors(config)
         held = {one.stacked.name if one.stacked and one.stacked.name in stored else one.name for one in head}
         if held == {name for name in stored if name.startswith(MTP)}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -168,7 +168,8 @@ class Block:
     rotary: int | None  # index into ``ModelConfig.rotaries``; None without a rotary embedding
     head_dim: int
     num_kv_heads: int
-    mixer: Mixer = "attention"
+    mixer: Mixer | None = "attention"  # None: the block is an MLP alone
+    has_mlp: bool = True  # or experts
     shared_values: bool = False  # values are the output of ``k_proj``; no ``v_proj``
     latent: bool = False  # multi-head latent attention: values are the keys, which are stored once
     kv_from: int | None = None  # index of an earlier block whose keys and values it uses; only ``q_proj``
@@ -178,7 +179,12 @@ class Block:
     @property
     def recurrent(self) -> bool:
         """Whether the block has a state in place of keys and values."""
-        return self.mixer != "attention"
+        return self.mixer not in (None, "attention")
+
+    @property
+    def stores_kv(self) -> bool:
+        """Whether it has keys and values of its own."""
+        return self.mixer == "attention" and self.kv_from is None
 
     @property
     def kv_size(self) -> int:
@@ -256,14 +262,19 @@ class ModelConfig:
     def shares_kv(self) -> bool:
         return any(block.kv_from is not None for block in self.blocks)
 
-    def norm(self, weight: str) -> tuple[float, bool]:
-        """What a norm adds to the mean square, and whether it multiplies by 1 + weight; ``weight``: as of `block_ops.Norm`,
-        or ``final``."""
+    @property
+    def embedding(self) -> str:
+        """Name of the tensor."""
+        return f"{self.architecture.embedding}.weight"
+
+    def norm(self, weight: str) -> tuple[float, bool, bool]:
+        """What a norm adds to the mean square, whether it multiplies by 1 + weight, and whether in float32; ``weight``: as of
+        `block_ops.Norm`, or ``final``."""
         if weight in ("query_norm", "latent.norm"):  # transformers' default
-            return 1e-6, False
+            return 1e-6, False, False
         output = self.output_eps if weight in ("attention_output", "mlp_output") else None
         offset = self.architecture.norm_offset and (weight != "final" or self.architecture.final_offset)
-        return (self.rms_norm_eps if output is None else output), offset
+        return (self.rms_norm_eps if output is None else output), offset, self.architecture.wide_norms
 
     def dense_size(self, block: int) -> int:
         """Width of a block's dense MLP."""
@@ -272,7 +283,7 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         """Elements of one position's keys (or values) in all blocks that have their own."""
-        return sum(block.kv_size for block in self.blocks if block.kv_from is None and not block.recurrent)
+        return sum(block.kv_size for block in self.blocks if block.stores_kv)
 
     def q_size(self, block: int) -> int:
         """Width of a block's queries, and of ``o_proj``'s input."""
@@ -292,7 +303,9 @@ class ModelConfig:
         for index in range(self.num_blocks) if block is None else (block,):
             q, kv, inner = self.q_size(index), self.blocks[index].kv_size, self.dense_size(index)
             mixer = self.blocks[index].mixer
-            if mixer == "short_conv" and conv is not None:
+            if mixer is None:
+                part, sizes = "", []
+            elif mixer == "short_conv" and conv is not None:
                 part = "conv"
                 sizes = [("in_proj", hidden, 3 * hidden, conv.bias), ("out_proj", hidden, hidden, conv.bias)]
             elif mixer == "mamba2" and mamba is not None:
@@ -326,7 +339,7 @@ class ModelConfig:
             mlp = f"model.layers.{index}.mlp."
             experts = self.blocks[index].experts
             if experts is None or arch.experts is None:
-                for role in (*arch.gate_up, "down_proj"):
+                for role in (*arch.gate_up, "down_proj") if self.blocks[index].has_mlp else ():
                     name = f"model.layers.{index}.{arch.modules.get(role, f'mlp.{role}')}"
                     rows = {"gate_up_proj": 2 * inner, "down_proj": hidden}.get(role, inner)
                     inputs = inner if role == "down_proj" else hidden
@@ -364,7 +377,7 @@ class ModelConfig:
             if projection.role in own_input:
                 found.append([])
             found[-1].append(projection)
-        return found
+        return found if found[0] else found[1:]
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -373,6 +386,9 @@ class ModelConfig:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
         require_values(config, model_type)
         arch = ARCHITECTURES[model_type]
+        if arch.one_half:
+            kinds = listed(config, "layers_block_type", len(config.get("layers_block_type") or [0]))
+            config = {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
 
         def power(value: Power | None, default: float = 1.0) -> float:
             return default if value is None else number(config, value[0]) ** value[1]
@@ -424,6 +440,8 @@ class ModelConfig:
         clamped = arch.activations[activation] == "clamped"
         config = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config} if clamped else config
         rope: Any = config.get("rope_parameters")
+        if arch.unrotated == "all":  # in place of none
+            rope = {"rope_type": "default", "rope_theta": 10000.0}
         require(isinstance(rope, Mapping), "rope_parameters", "an object", rope)
         ropes = [(rope, rotated_dim)]
         if arch.local_rope:
@@ -471,7 +489,7 @@ class ModelConfig:
             query_scaling=query_scaling,
             delta_net=_delta_net(config) if any(block.mixer == "delta_net" for block in blocks) else None,
             short_conv=_short_conv(config) if any(block.mixer == "short_conv" for block in blocks) else None,
-            mamba2=_mamba2(config) if any(block.mixer == "mamba2" for block in blocks) else None,
+            mamba2=_mamba2(config, arch.mamba2) if any(block.mixer == "mamba2" for block in blocks) else None,
             per_layer_size=per_layer_size,
             latent=latent,
             output_eps=None if arch.output_eps is None else number(config, arch.output_eps, 0, 1, "a small number"),
@@ -498,10 +516,14 @@ def require_values(config: Mapping[str, Any], model_type: str, complete: bool = 
     if (key := arch.activation) is not None and (complete or config.get(key) is not None):
         known = isinstance(config.get(key), str) and config[key] in arch.activations
         require(known, key, " or ".join(map(repr, arch.activations)), config.get(key))
-    kinds, other = config.get("layer_types"), arch.recurrent or "sliding_attention"
+    key, last = ("layers_block_type", "mlp") if arch.one_half else ("layer_types", "full_attention")
+    kinds, other = config.get(key), arch.recurrent or "sliding_attention"
     for kind in kinds if arch.layer_types and isinstance(kinds, list) else ():
-        known = kind in (other, "full_attention") or (not complete and kind in LEGACY_KINDS)
-        require(known, "layer_types", f"{other} or full_attention", kind)
+        known = kind in (other, "full_attention", last) or (not complete and kind in LEGACY_KINDS)
+        require(known, key, " or ".join(dict.fromkeys((other, "full_attention", last))), kind)
+    if arch.one_half:
+        key, pattern = "hybrid_override_pattern", config.get("hybrid_override_pattern")
+        require("E" not in str(pattern), key, "M, * and -: experts of this family are not known here", pattern)
     layout = arch.experts
     if layout is not None and (layout.parallel_mlp is None or switch(config, layout.parallel_mlp)):
         for key in _NOT_ROUTERS:
@@ -517,7 +539,8 @@ def _blocks(
     other = arch.recurrent or "sliding_attention"
     kinds: list[Any] = listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks
     rotated: list[Any] = [True] * num_blocks
-    if arch.unrotated == "position_embedding_type" and config.get(arch.unrotated) != "rope":
+    unstated = arch.unrotated == "position_embedding_type" and config.get("position_embedding_type") != "rope"
+    if unstated or arch.unrotated == "all":
         rotated = [False] * num_blocks
     elif arch.recurrent or (arch.unrotated == "full" and window is not None):
         rotated = [(kind == other) != bool(arch.recurrent) for kind in kinds]
@@ -531,10 +554,10 @@ def _blocks(
     for kind, has_rotary, at in zip(kinds, rotated, which, strict=True):
         own = window if kind == other and not arch.recurrent else None
         rotary = 1 if arch.local_rope and own is not None else at
-        mixer: Mixer = "mamba2" if arch.mamba2 and kind == other else MIXERS.get(kind, "attention")
-        blocks.append(
-            Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, mixer, arch.latent, arch.latent)
-        )
+        mixer: Mixer | None = "mamba2" if arch.mamba2 and kind == other else MIXERS.get(kind, "attention")
+        mixer, mlp = (None if kind == "mlp" else mixer), kind == "mlp" or not arch.one_half
+        heads: Any = own, rotary if has_rotary else None, head_dim, num_kv_heads
+        blocks.append(Block(*heads, mixer, mlp, shared_values=arch.latent, latent=arch.latent))
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
     shared = read_count(config, arch.shared_kv)
@@ -678,17 +701,14 @@ def _short_conv(config: Mapping[str, Any]) -> ShortConv:
     return ShortConv(_taps(config, "conv_L_cache"), switch(config, "conv_bias"))
 
 
-def _mamba2(config: Mapping[str, Any]) -> Mamba2:
+def _mamba2(config: Mapping[str, Any], keys: Sequence[str]) -> Mamba2:
+    """``keys``: as of ``Architecture.mamba2``."""
+    heads, groups, head_dim, state_dim = (dimension(config, key) for key in keys[:4])
     found = Mamba2(
-        heads=dimension(config, "mamba_n_heads"),
-        groups=dimension(config, "mamba_n_groups"),
-        head_dim=dimension(config, "mamba_d_head"),
-        state_dim=dimension(config, "mamba_d_state"),
-        taps=_taps(config, "mamba_d_conv"),
-        conv_bias=switch(config, "mamba_conv_bias"),
-        bias=switch(config, "mamba_proj_bias"),
+        heads, groups, head_dim, state_dim, _taps(config, keys[4]), *(switch(config, key) for key in keys[5:])
     )
-    require(found.heads % found.groups == 0, "mamba_n_heads", f"a multiple of {found.groups} groups", found.heads)
-    limit = config.get("time_step_limit")
+    require(heads % groups == 0, keys[0], f"a multiple of {groups} groups", heads)
+    limit, act = config.get("time_step_limit"), config.get("mamba_hidden_act")
     require(limit in (None, [0, math.inf], (0, math.inf)), "time_step_limit", "no limit", limit)
+    require(act in (None, "silu"), "mamba_hidden_act", "'silu'", act)
     return found

@@ -9,7 +9,6 @@ from typing import Any
 from .model_config import LM_HEAD, ModelConfig
 
 MTP = "mtp."  # prefix of the tensors of a multi-token prediction head
-EMBEDDING = "model.embed_tokens.weight"
 # Of per-layer embeddings, for all blocks.
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # (V, blocks * width)
 PER_LAYER_PROJECTION = "model.per_layer_model_projection.weight"
@@ -52,7 +51,7 @@ class TensorSpec:
 def model_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     """All tensors in the order of execution; no ``lm_head`` with tied embeddings; experts have separate tensors."""
     hidden, vocab, per_layer = config.hidden_size, config.vocab_size, config.per_layer_size
-    yield TensorSpec(EMBEDDING, (vocab, hidden))
+    yield TensorSpec(config.embedding, (vocab, hidden))
     if per_layer:
         every = config.num_blocks * per_layer
         yield TensorSpec(PER_LAYER_EMBEDDING, (vocab, every))
@@ -112,12 +111,13 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             row("delta.norm", "linear_attn.norm.weight", delta.value_dim),
         ]
     elif spec.mixer == "mamba2" and (mamba := config.mamba2) is not None:
-        mixer.append(row("mamba.kernel", "mamba.conv1d.weight", mamba.mixed_size, 1, mamba.taps))
+        part = arch.modules.get("in_proj", "mamba.in_proj").removesuffix("in_proj")
+        mixer.append(row("mamba.kernel", f"{part}conv1d.weight", mamba.mixed_size, 1, mamba.taps))
         if mamba.conv_bias:
-            mixer.append(row("mamba.bias", "mamba.conv1d.bias", mamba.mixed_size))
+            mixer.append(row("mamba.bias", f"{part}conv1d.bias", mamba.mixed_size))
         names = {"mamba.dt_bias": "dt_bias", "mamba.log_rate": "A_log", "mamba.skip": "D"}
-        mixer += [row(field, f"mamba.{name}", mamba.heads) for field, name in names.items()]
-        mixer.append(row("mamba.norm", "mamba.norm.weight", mamba.inner))
+        mixer += [row(field, f"{part}{name}", mamba.heads) for field, name in names.items()]
+        mixer.append(row("mamba.norm", f"{part}norm.weight", mamba.inner))
     elif (conv := config.short_conv) is not None:
         mixer.append(row("conv.kernel", "conv.conv.weight", hidden, 1, conv.taps))
         if conv.bias:
@@ -203,7 +203,7 @@ def mtp_tensors(config: ModelConfig) -> list[TensorSpec]:
     found += [TensorSpec(f"{MTP}pre_fc_norm_{half}.weight", (hidden,)) for half in ("embedding", "hidden")]
     found.append(TensorSpec(f"{MTP}fc.weight", (hidden, 2 * hidden)))
     for one in model_tensors(mtp_config(config)):
-        if one.name not in (EMBEDDING, LM_HEAD):
+        if one.name not in (config.embedding, LM_HEAD):
             place = one.stacked and replace(one.stacked, name=MTP + one.stacked.name.removeprefix("model."))
             found.append(replace(one, name=MTP + one.name.removeprefix("model."), stacked=place))
     return found

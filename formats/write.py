@@ -89,7 +89,7 @@ def write_bundle(
             stopped.set()
             pool.shutdown(cancel_futures=True)
         if second:
-            embedding = "model.embed_tokens.weight"
+            embedding = source.config.embedding
             same = source.tensors[embedding].dtype == source.tensors[LM_HEAD].dtype
             pairs = zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
             if not same or not all(torch.equal(one, other) for one, other in pairs):

@@ -79,7 +79,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> int:
     """Bytes of one position's keys and values in all blocks that have their own."""
-    blocks = [block for block in config.blocks if not block.recurrent and block.kv_from is None]
+    blocks = [block for block in config.blocks if block.stores_kv]
     return sum(nbytes for block in blocks for _, nbytes in stored_parts(block, dtype, kv_cache_dtype))
 
 
@@ -118,7 +118,7 @@ class Paging(NamedTuple):
 
 def paging_of(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str, page_bytes: int | None) -> Paging:
     """``page_bytes``: of mapped pages; None: pages are only counted."""
-    kept = [block for block in config.blocks if not block.recurrent and block.kv_from is None]
+    kept = [block for block in config.blocks if block.stores_kv]
     sizes = tuple(padded(sum(padded(n, 16) for _, n in stored_parts(one, dtype, kv_cache_dtype)), 32) for one in kept)
     if page_bytes is None:
         return Paging(sizes, PAGE_POSITIONS * max(sizes, default=1))

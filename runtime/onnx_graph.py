@@ -304,7 +304,7 @@ class DecoderGraph:
         """The model; the caller adds the initializers of ``weights``."""
         config, op, value = self.config, self.op, helper.make_tensor_value_info
         self.begin()
-        embedding = self.weight("model.embed_tokens.weight")
+        embedding = self.weight(config.embedding)
         hidden = op("Gather", embedding, "input_ids", name="model.embed_tokens")
         hidden = self.to_float32(self.times(hidden, config.embedding_multiplier, self.dtype))
         for index in range(config.num_blocks):

@@ -98,6 +98,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_proj_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6,
         "logits_scaling": 2.5,
     }),
+    "nemotron-h": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 24,
+        "mamba_num_heads": 8, "mamba_head_dim": 20, "n_groups": 2, "ssm_state_size": 12, "mlp_bias": True, "use_bias": True,
+    }),
     "lfm2-bias": ("lfm2", {
         "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True,
     }),
@@ -358,7 +362,7 @@ def save_random(auto: Any, config: Any, name: str, out: Path) -> Path:
                 parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5 if "embed" not in name else 0.5)
             elif parameter.dim() == 3 and "experts" in name:
                 parameter.normal_(std=1.2 * parameter.shape[2] ** -0.5)
-            elif name.endswith(("norm.weight", "layer_scalar")):
+            elif name.endswith(("norm.weight", "norm_f.weight", "layer_scalar")):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(
                 ("conv1d.weight", "conv.conv.weight")

@@ -472,6 +472,16 @@ MLX = {"quantization": {"group_size": 64, "bits": 4}}
             "",
             "layer_types: expected sliding_attention or full_attention, found 'chunked_attention'",
         ),
+        (
+            {"model_type": "nemotron_h", "layers_block_type": ["mlp", "moe"]},
+            "",
+            "layers_block_type: expected linear_attention or full_attention or mlp, found 'moe'",
+        ),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*E"},
+            "",
+            "hybrid_override_pattern: expected M, * and -: experts of this family are not known here, found 'MEM*E'",
+        ),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "", "clip_qkv: expected null or false"),
         ({"model_type": "mixtral", "scoring_func": "cosine"}, "", "scoring_func: expected nothing: such a router"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "", "is an encoder"),

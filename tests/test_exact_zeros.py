@@ -17,9 +17,9 @@ from wisparse.formats.bundle import LEAST_ZEROS, Bundle
 PROMPT = torch.arange(40, 70)
 
 
-def shifted(folder: Path, bias: float) -> Path:
-    """A tiny Arcee model of which ``bias``, added before the activation, decides the share of zeros."""
-    file = make_source("arcee", folder) / "model.safetensors"
+def shifted(folder: Path, bias: float, name: str = "arcee") -> Path:
+    """A tiny model of which ``bias``, added before the activation, decides the share of zeros."""
+    file = make_source(name, folder) / "model.safetensors"
     tensors = load_file(file)
     for name in tensors:
         if name.endswith("up_proj.bias"):
@@ -28,10 +28,10 @@ def shifted(folder: Path, bias: float) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[-1.0, 2.0], ids=["many", "few"])
+@pytest.fixture(scope="module", params=["arcee -1", "arcee 2", "nemotron-h -1"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("zeros")
-    return Bundle.open(converted(shifted(folder / "source", request.param), folder / "bundle", "uniform"))
+    folder, (name, bias) = tmp_path_factory.mktemp("zeros"), request.param.split()
+    return Bundle.open(converted(shifted(folder / "source", float(bias), name), folder / "bundle", "uniform"))
 
 
 def test_the_share_of_zeros_is_measured_and_decides(bundle: Bundle) -> None:

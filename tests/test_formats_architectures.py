@@ -63,6 +63,8 @@ def test_projections_of_transformers_models_are_found() -> None:
             settings |= {"num_local_experts": 0}
         if model_type == "afmoe":
             settings |= {"mup_enabled": True}
+        if model_type == "nemotron_h":
+            settings |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}
         if model_type == "lfm2_moe":
             settings |= {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1}
         if model_type == "dots1":

@@ -9,7 +9,8 @@ from bundle_maker import cpu_decoder, make_bundle, run
 from family_cases import greedy, hugging_face
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_models import FAMILIES, HYBRIDS, SMALL, VARIANTS
+from runtime_models import FAMILIES, HYBRIDS, SMALL, VARIANTS, make_checkpoint
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import wisparse
@@ -192,6 +193,20 @@ def test_chunks_give_what_positions_give(heads: int, length: int, key_dim: int, 
     found = apply_delta_rule(q, k, v, log_decay, beta, state)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(state, last, rtol=1e-9, atol=1e-9)
+
+
+def test_small_steps_of_mamba2_are_not_clamped(tmp_path: Path) -> None:
+    """transformers clamps Nemotron-H's in a pass over many tokens, but not in decoding: a bundle's config.json turns it off."""
+    source, tokens = make_checkpoint("nemotron-h", tmp_path / "source"), random_tokens(24)
+    tensors = load_file(source / "model.safetensors")
+    small = {name: tensor - 8 for name, tensor in tensors.items() if name.endswith("dt_bias")}
+    save_file(tensors | small, source / "model.safetensors", {"format": "pt"})
+    folder = make_bundle(source, tmp_path / "bundle")
+    with torch.inference_mode():
+        clamped, expected = (hugging_face(one)(tokens[None], use_cache=False).logits[0] for one in (source, folder))
+    found = torch_decoder(folder).logits(tokens, len(tokens))
+    assert (found - expected).abs().max() < 1e-4
+    assert (found - clamped).abs().max() > 1e-2
 
 
 @pytest.fixture(scope="module")

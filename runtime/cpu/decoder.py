@@ -29,7 +29,6 @@ from ..torch.decoder import TorchDecoder
 from .step import MOST_ROWS, Step
 from .weights import CpuProjection, MappedMemory, Matrix, read_matrix
 
-_EMBEDDING = "model.embed_tokens.weight"
 _PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
 
@@ -77,12 +76,12 @@ class CpuDecoder(TorchDecoder):
         if mapped is not None:
             assert self._lack is not None
             mapped.close_files(*self._lack, of_experts[0].chosen / of_experts[0].experts)
-        self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
+        self._head = embedding = read_matrix(bundle, config.embedding, dtype, "native", transposed=False)
         graded = planes_of(bundle.masks) > 1
         self._embedding = norm_embedding(config, embedding.data)
         head_type = "int8" if graded else WEIGHT_TYPES[weights].head
         if not config.tie_word_embeddings or head_type != "native":
-            head = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+            head = config.embedding if config.tie_word_embeddings else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)
 
         def read_all(p: Projection) -> list[MaskedLinear]:

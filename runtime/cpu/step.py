@@ -173,7 +173,7 @@ class Step:
     def _allocate(self, threads: int, rows: int) -> None:
         """Allocate the buffers for ``threads`` threads and ``rows`` rows; counts are preserved."""
         config, p = self._config, self._p
-        width = max(sum(one.out_features for one in block.qkv) for block in self._blocks)
+        width = max(sum(one.out_features for one in block.qkv or ()) for block in self._blocks)
         longest = max(config.hidden_size, *(projection.in_features for projection in self._projections))
         if config.delta_net is not None:  # out_proj's input, and ``delta_net``'s scratch memory
             delta = config.delta_net
@@ -267,7 +267,7 @@ class Step:
                     case block_ops.LatentQuery():
                         assert block.query_norm is not None
                         code, y, parameters = OpCode.NORM, free, _floats(block.query_norm)
-                        width = sum(one.out_features for one in block.qkv)
+                        width = sum(one.out_features for one in block.qkv or ())
                         fields = {"eps": block.query_norm.eps, "count": len(parameters), "width": width}
                     case block_ops.LatentKeys():
                         values[op.output], keys = x[0], x[-1]
@@ -321,15 +321,17 @@ class Step:
         gate = self._config.architecture.attention_gate
         row.query_stride = (2 if gate == "q_proj" else 1) * spec.head_dim
         row.gate_from = {None: 0, "q_proj": spec.head_dim}.get(gate, self._config.q_size(index))
-        row.input_width = sum(projection.out_features for projection in block.qkv)
+        row.input_width = sum(projection.out_features for projection in block.qkv or ())
         if spec.rotary is not None:
             rope, (row.cos, row.sin) = self._config.rotaries[spec.rotary], self._rotary[spec.rotary]
             row.rotary_half, row.interleaved = rope.rotary_dim // 2, rope.interleaved
         return row
 
     def _latent(self, index: int, block: Block[Any]) -> LatentRow:
-        latent, width = block.latent, sum(projection.out_features for projection in block.qkv)
+        latent = block.latent
         assert latent is not None
+        assert block.qkv is not None
+        width = sum(projection.out_features for projection in block.qkv)
         row = LatentRow(
             attention=self._attention(index, block), norm=_floats(latent.norm), kv_b=latent.kv_b, width=width
         )

@@ -146,7 +146,7 @@ class BlockLauncher(ABC):
     def launch_block(self, index: int) -> None:
         block = self.weights.blocks[index]
         values: dict[str, Any] = {ops.HIDDEN: Input(self.hidden if self.normed is None else self.normed)}
-        last = index - 1, "down"  # the linear whose output was added last: its block and role
+        last = self._added_before(index)
         role, parallel = "", None
         for position, op in enumerate(block.ops):
             x, *others = (values[name] for name in op.inputs)
@@ -196,6 +196,10 @@ class BlockLauncher(ABC):
                 case _:
                     raise TypeError(f"no launch of {op}")
             values[op.output] = x
+
+    def _added_before(self, index: int) -> tuple[int, str]:
+        """The linear whose output was added last before block ``index``: its block and role; (-1, "down"): the embedding."""
+        return index - 1, "down" if index == 0 or self.weights.blocks[index - 1].spec.has_mlp else "o"
 
     def _launch(self, name: str, launch: Callable[..., object], *arguments: Any, **options: Any) -> None:
         if self._launches is None:

@@ -23,7 +23,7 @@ from wisparse.kernels.gpu.products import Product, choose_product
 from wisparse.kernels.gpu.reduction import Mask, launch_combine
 from wisparse.kernels.gpu.tiles import Tile
 
-from ..torch.block import LINEARS, Block
+from ..torch.block import Block
 from .blocks import tensor_of
 from .step import DecodeStep
 from .weights import AnyLinear, CudaWeights
@@ -42,13 +42,13 @@ def takes_many_rows(weights: CudaWeights) -> bool:
 
 class ManyRowsStep(DecodeStep):
     def _plan(self, block: Block[AnyLinear], kv_splits: int, tiles: dict[str, Tile]) -> dict[str, Product]:
-        ready = {role: _comes_masked(block, role) for role in LINEARS}
-        return {role: self._choose(block, role, "rows", tiles, ready=ready[role]) for role in LINEARS}
+        ready = {role: _comes_masked(block, role) for role in block.roles}
+        return {role: self._choose(block, role, "rows", tiles, ready=ready[role]) for role in block.roles}
 
     def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's products by name, of inputs of zeros, for per-kernel timings."""
         self._counting, n, block = False, self.hidden, self.weights.blocks[index]
-        zeros = {role: Input(n.new_zeros(len(n), getattr(block, role).in_features)) for role in LINEARS}
+        zeros = {role: Input(n.new_zeros(len(n), getattr(block, role).in_features)) for role in block.roles}
         return {role: partial(self._linear, index, role, x) for role, x in zeros.items()}
 
     def launch_blocks(self, indices: Iterable[int] | None = None) -> None:

@@ -39,7 +39,7 @@ from wisparse.kernels.gpu.tiles import Tile, gpu_of
 from ..decoding.cache import KVCache
 from ..decoding.heads import DraftHead
 from ..decoding.sampling import SamplingParams
-from ..torch.block import ROLES, Block
+from ..torch.block import Block
 from .blocks import AttentionParts, BlockLauncher, added_by_linears, router_of
 from .weights import AnyLinear, CudaWeights
 
@@ -153,19 +153,26 @@ class DecodeStep(BlockLauncher):
 
         plain = block.spec.recurrent or block.spec.latent
         splits = {} if plain else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
-        for role, reads in (("o", splits), ("down", {})):
-            choose(role, "residual" if role in added else "plain", **reads)
-        # qkv reads the partial sums of squares of the previous block's down. The embedding writes as many as block 0's.
-        choose("qkv", "plain", _num_sums((self.plans[-1] if self.plans else chosen)["down"]))
-        for role in GATE_UP[: 1 if block.shared_down is None else 2]:
-            choose(role, activation, _num_sums(chosen["o"]))
-        for role in ("q_b", "shared_down"):
-            if getattr(block, role) is not None:
+        for role in block.roles:
+            if role in ("o", "down"):
+                choose(role, "residual" if role in added else "plain", **(splits if role == "o" else {}))
+            elif role in ("q_b", "shared_down"):
                 choose(role, "plain")
-        return {role: chosen[role] for role in ROLES if role in chosen}
+        # The first linear reads the partial sums of squares that the previous block's last one writes. The embedding writes as
+        # many as block 0's down.
+        at, last = self._added_before(len(self.plans))
+        sums = _num_sums((chosen if at < 0 else self.plans[at]).get(last))
+        if block.spec.mixer is not None:
+            choose("qkv", "plain", sums)
+            sums = _num_sums(chosen["o"])
+        for role in GATE_UP:
+            if role in block.roles:
+                choose(role, activation, sums)
+        return {role: chosen[role] for role in block.roles}
 
     def _choose(self, block: Block[AnyLinear], role: str, place: str, tiles: dict[str, Tile], **ends: Any) -> Product:
-        linear, first = getattr(block, role), getattr(self.weights.blocks[0], role)
+        linear = getattr(block, role)
+        first = next(getattr(one, role) for one in self.weights.blocks if role in one.roles)
         tile = tiles.get(role) if linear.widths == first.widths and not linear.shape.experts else None
         product = choose_product(linear.shape, self.rows, place, tile=tile, pdl=self.pdl, **ends)
         self._scratch.reserve(product)
@@ -239,7 +246,7 @@ class DecodeStep(BlockLauncher):
         assert delta is not None
         if self.normed is not None:  # the kernel norms its input itself
             norm = self._next_norm(index - 1, ())
-            x = Input(self.hidden, self._sums(index - 1, "down"), norm.factors) if norm else Input(self.hidden)
+            x = Input(self.hidden, self._sums(*self._added_before(index)), norm.factors) if norm else Input(self.hidden)
         out = self._memory("recalled", self.rows, delta.config.value_size)
         self._launch(
             "attention",
@@ -283,7 +290,7 @@ class DecodeStep(BlockLauncher):
         return self._linear(index, "down", Input(self._linear(index, "gate_up", x)))
 
     def launch_logits(self) -> None:
-        weights, ssq = self.weights, self._sums(len(self.weights.blocks) - 1, "down")
+        weights, ssq = self.weights, self._sums(*self._added_before(len(self.weights.blocks)))
         head = weights.norm.factors, weights.head, weights.head_scales
         launch_logits(self.hidden, ssq, *head, self._logits, eps=self.config.rms_norm_eps, pdl=self.pdl)
 

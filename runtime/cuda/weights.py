@@ -27,8 +27,7 @@ from ..torch.block import SHARED, Block, Norm, norm_embedding, read_spec, roles_
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that fit into ``CudaWeights.dequantized``, at least
 _MOST_THREADS = 12  # of ``staged_reads``
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
+_HEAD = "lm_head.weight"
 
 EXPERTS = ("gate_up", "down")  # roles that may be an ExpertLinear
 AnyLinear = FusedLinear | ExpertLinear
@@ -109,7 +108,7 @@ class _Source:
     def head(self, config: ModelConfig, embedding: Tensor, weights: str) -> Tensor | QuantizedMatrix:
         """The output layer, unquantized or int8 with a scale for each row."""
         if config.tie_word_embeddings:
-            return embedding if weights == "native" else self.rounded(_EMBEDDING, embedding, weights)
+            return embedding if weights == "native" else self.rounded(config.embedding, embedding, weights)
         found = self.weight(_HEAD, weights)
         if isinstance(found, Tensor) or (found.kind == "int8" and found.group is None and found.zeros is None):
             return found
@@ -130,7 +129,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
     with reads as stored:
         graded = planes_of(bundle.masks) > 1
         source = _Source(checkpoint, stored, graded, device, dtype)
-        embedding = norm_embedding(config, source.tensor(_EMBEDDING))
+        embedding = norm_embedding(config, source.tensor(config.embedding))
         head = source.head(config, embedding, "int8" if graded else WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
@@ -160,7 +159,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
 
 def _names(config: ModelConfig) -> Iterator[str]:
     """Tensor names in reading order: the largest first, while there is memory for temporaries."""
-    yield _EMBEDDING
+    yield config.embedding
     if not config.tie_word_embeddings:
         yield _HEAD
     for index in range(config.num_blocks):
@@ -195,9 +194,10 @@ def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projec
     fused, experts = config.architecture.gate_up == ("gate_up_proj",), config.blocks[index].experts
     own = config.shared_inputs(index)
     parallel = experts is not None and experts.parallel_mlp
-    roles = roles_of(config)
-    shared = {} if parallel else dict(zip(EXPERTS, own[len(roles) - len(SHARED) :], strict=False))
-    for role, projections in zip(roles if parallel else roles[: -len(SHARED)], own, strict=False):
+    roles = roles_of(config, index)
+    alone = [role for role in roles if role not in SHARED]
+    shared = {} if parallel else dict(zip(EXPERTS, own[len(alone) :], strict=False))
+    for role, projections in zip(roles if parallel else alone, own, strict=False):
         yield role, projections, shared.get(role, []), 2 if fused and role == "gate_up" else 1
 
 

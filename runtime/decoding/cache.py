@@ -114,7 +114,7 @@ class KVCache:
         self.recurrent: dict[int, RecurrentState] = {}
         self.lengths = [0] * slots  # positions filled in each slot
         self.length = length  # most positions of a slot
-        kept = {i: block for i, block in enumerate(config.blocks) if not block.recurrent and block.kv_from is None}
+        kept = {i: block for i, block in enumerate(config.blocks) if block.stores_kv}
         self.paging = paging = paging_of(config, dtype, kv_cache_dtype, None if memory is None else memory.page_bytes)
         self.pages = slots * paging.pages(length) if pages is None else pages
         self.free, self.taken = self.pages, [0] * slots  # pages, including claimed ones that are not mapped

@@ -29,11 +29,6 @@ _CHUNK = 64  # positions of a chunk of the delta rule
 _LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
 
 
-def roles_of(config: ModelConfig) -> tuple[str, ...]:
-    """`ROLES` in the order of ``config.shared_inputs``."""
-    return tuple(role for role in ROLES if role != "q_b" or (config.latent and config.latent.query_rank))
-
-
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of computations that need full precision: float32, or float64 in a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -99,21 +94,24 @@ class MaskedLinear:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm over the last axis: x / rms(x) * weight, with ``offset`` * (1 + weight), rounded as in transformers."""
+    """RMSNorm over the last axis: x / rms(x) * weight, with ``offset`` * (1 + weight), rounded as in transformers: last, with
+    ``offset`` or ``wide``, else before the weight too."""
 
     weight: Tensor
     eps: float
     offset: bool
-    factors: Tensor = field(init=False)  # the weight, or 1 + weight in float32
+    wide: bool = False
+    factors: Tensor = field(init=False)  # the weight, in float32 if ``wide``, or 1 + weight in float32
 
     def __post_init__(self) -> None:
         weight = self.weight
-        object.__setattr__(self, "factors", 1.0 + weight.to(float_dtype(weight.dtype)) if self.offset else weight)
+        weight = weight.to(float_dtype(weight.dtype)) if self.offset or self.wide else weight
+        object.__setattr__(self, "factors", 1.0 + weight if self.offset else weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.to(float_dtype(x.dtype))
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.factors).to(x.dtype) if self.offset else self.factors * normed.to(x.dtype)
+        return (normed * self.factors).to(x.dtype) if self.offset or self.wide else self.factors * normed.to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -236,14 +234,15 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
 @dataclass(frozen=True, kw_only=True)
 class Block(Generic[Linear]):
     """A block's weights; ``Linear`` is the decoder's type of projections. In a recurrent block ``qkv`` are in_proj_qkv and
-    in_proj_z, or in_proj; ``o`` is out_proj. Norms that the architecture lacks are None."""
+    in_proj_z, or in_proj; ``o`` is out_proj. Norms that the architecture lacks and projections of a half that the block lacks
+    are None."""
 
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
     spec: model_config.Block
     ops: tuple[Op, ...]
+    qkv: Linear | None = None
+    o: Linear | None = None
+    gate_up: Linear | None = None
+    down: Linear | None = None
     attention_input: Norm | None = None
     attention_output: Norm | None = None
     mlp_input: Norm | None = None
@@ -286,6 +285,15 @@ class Block(Generic[Linear]):
         return tuple(getattr(self, role) for role in self.roles)
 
 
+def roles_of(config: ModelConfig, index: int) -> list[str]:
+    """The roles of ``ModelConfig.shared_inputs``, in order; those of a shared expert last, if there is one."""
+    spec, latent = config.blocks[index], config.latent
+    lacks = [] if spec.mixer else ["qkv", "o"]
+    lacks += [] if spec.has_mlp else ["gate_up", "down", *SHARED]
+    lacks += [] if latent is not None and latent.query_rank else ["q_b"]
+    return [role for role in ROLES if role not in lacks]
+
+
 def read_spec(
     config: ModelConfig, index: int, read: Callable[[str], Tensor], dtype: torch.dtype
 ) -> dict[str, Any]:  # fmt: skip
@@ -299,7 +307,7 @@ def read_spec(
         tensor = read(one.name).to(float_dtype(dtype) if one.wide else dtype)
         (parts[mixer] if mixer else found)[name] = Norm(tensor, *config.norm(field_)) if one.norm else tensor
     qk_norm, spec = config.architecture.qk_norm, config.blocks[index]
-    if qk_norm is not None and not qk_norm.names and not spec.recurrent:
+    if qk_norm is not None and not qk_norm.names and spec.mixer == "attention":
         ones = Norm(found["attention_input"].weight.new_ones(spec.head_dim), eps, offset=False)
         found |= {"q_norm": ones, "k_norm": ones}
     if "ba" in parts["delta"]:
@@ -542,6 +550,8 @@ def run_experts(
 ) -> Tensor:
     """A block's experts, x (T, H) to (T, H); rows from ``first_sparse`` on are masked. ``block.gate_up`` lists the gate
     projections of all experts, then the up projections."""
+    assert block.gate_up is not None
+    assert block.down is not None
     count, out = len(block.down), torch.zeros_like(x)
     weights, chosen = routing
     for expert in chosen.unique().tolist():

@@ -42,7 +42,7 @@ class TorchDecoder(Decoder):
         self._blocks = blocks = []
         for index in range(config.num_blocks):
             projections = ([one for p in shared for one in read(p)] for shared in config.shared_inputs(index))
-            linears: dict[str, Any] = dict(zip(roles_of(config), projections, strict=False))
+            linears: dict[str, Any] = dict(zip(roles_of(config, index), projections, strict=False))
             blocks.append(Block(**read_spec(config, index, stored, dtype), **linears))
         self._per_layer = PerLayer.read(config, read_tensor, stored)
         self._norm = Norm(read_tensor(f"{config.architecture.final_norm}.weight"), *config.norm("final"))
@@ -55,7 +55,7 @@ class TorchDecoder(Decoder):
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
         """Load embedding and output layer; returns a function that loads a projection, or all of its experts."""
         tensor, device, dtype = bundle.checkpoint.tensor, self.device, self.dtype
-        self._embedding = norm_embedding(self.config, tensor("model.embed_tokens.weight", device).to(dtype))
+        self._embedding = norm_embedding(self.config, tensor(self.config.embedding, device).to(dtype))
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
         graded = planes_of(bundle.masks) > 1
