@@ -193,8 +193,7 @@ class WisparseConfig(QuantizationConfig):
     def served(self, additional: Any) -> tuple[float, str, float]:
         """Sparsity, weight type, and the share of the blocks' weights that a masked token leaves unread."""
         if self._folder is None:
-            kinds = {"compressed-tensors": "compressed-tensors", "gptq": "int4", "awq": "int4"}
-            return 0.0, kinds.get((self._stored or {}).get("quant_method", ""), "unknown"), 0.0
+            return 0.0, str((self._stored or {}).get("quant_method")), 0.0
         bundle = Bundle.open(self._folder)
         chosen = bundle.at(Settings.read(additional, os.environ, bundle.sparsity).sparsity)
         kinds = {weight.packing.kind for weight in bundle.checkpoint.quantised.values()}
@@ -230,7 +229,7 @@ class WisparseConfig(QuantizationConfig):
         bundle = None if self._folder is None else Bundle.open(self._folder)
         settings = Settings.read(current.additional_config, os.environ, 0.0 if bundle is None else bundle.sparsity)
         parts = [f"rank {get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"]
-        if self._vllm is not None:
+        if self._vllm is not None and self._stored is not None:
             half = current.model_config.dtype in HALF
             if settings.layouts == "both" and not half:
                 raise UsageError(f"layouts: expected ours in {current.model_config.dtype}, found both")

@@ -116,8 +116,8 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         layer.register_buffer("wisparse_code_scales", codes[1], persistent=False)
         layer.register_buffer("wisparse_code_zeros", codes[2], persistent=False)
         layer.wisparse_placed = PLACED[layer.weight.data_ptr()] = Placed(of.dense, many)
-        bias, masks = getattr(layer, "bias", None), (layer.wisparse_scales, layer.wisparse_thresholds)
-        layer.wisparse_layer = Layer(layer.weight, bias, *masks, self._widths, *codes)
+        bias, kind, own = getattr(layer, "bias", None), codes[0], (layer.wisparse_scales, layer.wisparse_thresholds)
+        layer.wisparse_layer = Layer(layer.weight, bias, own[0], own[1], self._widths, kind, codes[1], codes[2])
         reserve(layer.wisparse_layer, self._dtype, layer.wisparse_placed, ahead=self._ahead)
 
     def _store_codes(

@@ -236,12 +236,12 @@ def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = F
     from wisparse.kernels.gpu.products import MASKED_ROWS, PLUGIN_ROWS
 
     # The products in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel.
-    sizes = (1, 2, 4, 8, 16, 32, 64, MASKED_ROWS, MASKED_ROWS + 1)
+    sizes = [1, 2, 4, 8, 16, 32, 64, MASKED_ROWS, MASKED_ROWS + 1]
     fused, scratch = PLUGIN_ROWS, scratch_of(weight.device, dtype)
     if codes:
-        sizes = tuple(rows for rows in sizes if placed.many is None or rows <= CODE_ROWS)
+        sizes = [rows for rows in sizes if placed.many is None or rows <= CODE_ROWS]
         if sum(layer.widths) > _WIDE:
-            sizes = tuple(rows for rows in sizes if rows <= MASKED_ROWS)
+            sizes = [rows for rows in sizes if rows <= MASKED_ROWS]
         fused = CODE_ROWS if placed.many is not None else 2 * CODE_ROWS
     wanted = [(rows, dense) for rows in sizes]
     if codes and not dense:  # batches of prompts
