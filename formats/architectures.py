@@ -65,6 +65,7 @@ class ExpertsLayout:
     choice_bias_row: bool = False  # (1, E)
     choice_bias_key: str | None = None  # config key for whether there is one; None: always
     scale: str | None = None  # config key of the weights' factor
+    group_best: int = 0  # best experts of a group whose scores are the group's, see `Groups`; 0: no groups
     # What is rounded to the activations' dtype: the router's logits and the bias, the logits and their scores, or nothing.
     rounded: Literal["logits", "scores"] | None = "logits"
     count: str | None = None  # config key of the number of experts; None: one of transformers' two
@@ -244,7 +245,7 @@ _LFM2: dict[str, Any] = {
 }
 _LATENT: dict[str, Any] = {**_BIASES, "latent": True, "interleaved": True}
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
-# DeepSeek-V3's router and shared experts; groups of experts are refused.
+# DeepSeek-V3's router and shared experts.
 _DEEPSEEK: dict[str, Any] = {
     "renormalised": "norm_topk_prob",
     "norm_added": 1e-20,
@@ -256,6 +257,7 @@ _DEEPSEEK: dict[str, Any] = {
     "shared_size": "moe_intermediate_size",
     "shared_count": "n_shared_experts",
     "shared_module": "shared_experts",
+    "group_best": 2,
 }
 # A shared expert behind a gate.
 _GATED: dict[str, Any] = {
@@ -263,7 +265,13 @@ _GATED: dict[str, Any] = {
     "shared_gate": "mlp.shared_expert_gate.weight",
 }
 _MAMBA = ("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias")
-_V2: dict[str, Any] = {"renormalised": False, "norm_added": 0.0, "score": "softmax", "choice_bias": None}
+_V2: dict[str, Any] = {
+    "renormalised": False,
+    "norm_added": 0.0,
+    "score": "softmax",
+    "choice_bias": None,
+    "group_best": 1,
+}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),

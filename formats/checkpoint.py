@@ -363,6 +363,8 @@ class Checkpoint:
         ignore = [LM_HEAD.removesuffix(".weight")]
         if self.config.has_experts:  # routers, and the gates of shared experts
             ignore.append(r"re:.*\.(gate|router|router\.proj|shared_expert_gate)$")
+        if self.config.latent is not None:
+            ignore.append(r"re:.*\.kv_b_proj$")
         if self.config.delta_net is not None:
             # Small linear layers that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_(a|b|ba)$")

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .architectures import (
     ARCHITECTURES,
@@ -28,7 +28,9 @@ LARGEST_NUM_BLOCKS = 10_000
 LEGACY_KINDS = ("mamba", "attention")  # spellings of blocks' kinds that transformers replaces
 _MOST_EXPERTS = 1 << 17  # in all blocks
 # Config keys of unsupported kinds of routers.
-_NOT_ROUTERS = ("n_group", "topk_group", "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
+_GROUPED = ("n_group", "topk_group")
+_NOT_ROUTERS = (*_GROUPED, "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
+_MOST_GROUPS = 32
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,15 @@ class Projection:
         return self.in_features * self.out_features * self.chosen
 
 
+class Groups(NamedTuple):
+    """Consecutive experts in groups of the same size. Experts are chosen of the ``kept`` groups whose ``best`` highest
+    sums of score and bias (1 or 2) add up to most."""
+
+    count: int
+    kept: int
+    best: int
+
+
 @dataclass(frozen=True)
 class Experts:
     """A block's routed experts. The router's weight (E, H) gives their logits, ``score`` their scores. A token uses the
@@ -80,6 +91,7 @@ class Experts:
     norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
     scale: float = 1.0  # factor of the weights
     rounded: Literal["logits", "scores"] | None = "logits"  # see `ExpertsLayout`
+    groups: Groups | None = None
 
 
 @dataclass(frozen=True)
@@ -527,7 +539,8 @@ def require_values(config: Mapping[str, Any], model_type: str, complete: bool = 
     layout = arch.experts
     if layout is not None and (layout.parallel_mlp is None or switch(config, layout.parallel_mlp)):
         for key in _NOT_ROUTERS:
-            found = None if key == layout.scale else config.get(key)
+            known = key == layout.scale or (key in _GROUPED and layout.group_best)
+            found = None if known else config.get(key)
             require(found in (None, False, 0, 1, layout.score), key, "nothing: such a router is not known here", found)
 
 
@@ -643,6 +656,7 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         (0.0 if layout.norm_least is None else number(config, layout.norm_least, 0), layout.norm_added),
         1.0 if layout.scale is None else number(config, layout.scale),
         layout.rounded,
+        _groups(config, layout, count, chosen),
     )
     every, dense = 1, list[int]()
     if layout.dense_blocks == "mlp_layer_types":
@@ -664,6 +678,21 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
     require(any(routed), str(layout.dense_blocks), "blocks with experts", config.get(str(layout.dense_blocks)))
     pairs = zip(blocks, routed, strict=True)
     return tuple(replace(block, experts=experts) if here else block for block, here in pairs)
+
+
+def _groups(config: Mapping[str, Any], layout: ExpertsLayout, count: int, chosen: int) -> Groups | None:
+    method, methods = config.get("topk_method"), ("greedy", "group_limited_greedy")  # of DeepSeek-V2
+    require(layout.group_best != 1 or method in methods, "topk_method", " or ".join(methods), method)
+    if not layout.group_best or (layout.group_best == 1 and method == "greedy") or config.get("n_group") in (None, 1):
+        return None
+    found = Groups(
+        dimension(config, "n_group", largest=_MOST_GROUPS), dimension(config, "topk_group"), layout.group_best
+    )
+    size, rest = divmod(count, found.count)
+    require(rest == 0 and size >= found.best, "n_group", f"equal groups of the {count} experts", found.count)
+    least = f"{-(-chosen // size)} to {found.count}, groups with {chosen} experts"
+    require(chosen <= found.kept * size and found.kept <= found.count, "topk_group", least, found.kept)
+    return found
 
 
 def _delta_net(config: Mapping[str, Any]) -> DeltaNet:

@@ -283,13 +283,15 @@ def quantisation_method(given: Any) -> str:
 
 def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
     """Name of each quantized weight -> its packing. ``config_dict``: ``config.json``, from which ``config`` was read. Only
-    projections and the output layer are quantized. UnsupportedModelError for an unknown or inconsistent setting."""
+    projections, the output layer and ``kv_b_proj``, which is dequantized at load, are quantized. UnsupportedModelError for an unknown or inconsistent setting."""
     given = config_dict.get(_KEY)
     if given is None or given == {}:
         return {}
     layers = [part for projection in config.projections() for part in projection.parts]
     if not config.tie_word_embeddings:
         layers.append(_HEAD)
+    if config.latent is not None:
+        layers += [f"model.layers.{index}.self_attn.kv_b_proj" for index in range(config.num_blocks)]
     packings = read_packings(given, layers)
     if not packings and "config_groups" in given:
         raise _refused(": its targets are none of the model's linear layers")

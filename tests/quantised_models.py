@@ -25,7 +25,7 @@ def quantise_model(plain: Path, out: Path, pack: Pack, config: Mapping[str, Any]
             (out / file.name).write_bytes(file.read_bytes())
     tensors: Parts = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_mqa.weight")):
             parts = pack(tensor.float())
             tensors |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
         else:

@@ -178,7 +178,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("glm4_moe_lite", {**_LATENT, "q_lora_rank": 48, "routed_scaling_factor": 1.5}),
     "deepseek-v2": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}),
     "deepseek-v3": ("deepseek_v3", {
-        **_LATENT, "q_lora_rank": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        **_LATENT, "q_lora_rank": 48, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
     }),
     "sarvam-mla": ("sarvam_mla", {
@@ -196,6 +196,9 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "flint": ("flint", {
         **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
+    }),
+    "deepseek-v2-groups": ("deepseek_v2", {
+        **_LATENT, "q_lora_rank": 48, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
     }),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),

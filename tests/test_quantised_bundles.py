@@ -10,8 +10,9 @@ import torch
 from bundle_maker import cpu_decoder
 from click.testing import CliRunner
 from quantised_models import PUBLISHED, quantise_model
+from runtime_models import make_checkpoint
 from safetensors.torch import load_file
-from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
+from tiny_bundle import VOCAB, byte_tokenizer, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.commands.export_onnx import command as export_onnx
 from wisparse.converter.source import load_source
@@ -56,6 +57,20 @@ def test_stored_tensors_are_the_sources_bytes(name: str, made: Made) -> None:
         assert tensor.dtype is kept[key].dtype
         assert torch.equal(tensor.view(-1).view(torch.uint8), kept[key].view(-1).view(torch.uint8))
     verify_bundle(bundle)
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks, as DeepSeek's"])
+def test_latents_are_made_by_dequantised_weights(name: str, tmp_path: Path) -> None:
+    plain = make_checkpoint("deepseek-v3", tmp_path / "plain", vocab_size=VOCAB)
+    byte_tokenizer().save(str(plain / "tokenizer.json"))
+    source = quantise_model(plain, tmp_path / "source", *PUBLISHED[name]())
+    bundle = write_tiny_bundle(tmp_path / "bundle", source)
+    stored = Bundle.open(bundle).checkpoint.quantised
+    assert "model.layers.1.self_attn.kv_b_proj.weight" in stored
+    with torch.inference_mode():
+        expected = load_source(source, torch.float32, "cpu").model(TOKENS[None]).logits[0]
+    for backend in ("torch", "numba"):
+        torch.testing.assert_close(logits(bundle, backend), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*BY_TRANSFORMERS, "pack int4 groups, zero points", "gptq", "awq"])

@@ -23,7 +23,7 @@ from wisparse.runtime.generation.speculation import SpeculativeConfig
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
 STATES = ("qwen3.5", "lfm2", "granite-hybrid")  # with recurrent blocks
-LATENTS = ("glm4-moe-lite", "deepseek-v2")
+LATENTS = ("glm4-moe-lite", "deepseek-v2", "youtu")
 CHUNK = 8  # as small_chunks has it
 
 
@@ -43,6 +43,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         ("glm4-moe-lite", "numba", 20, "auto"),
         ("deepseek-v2", "numba", 45, "fp8"),
         ("deepseek-v2", "torch", 0, "int8"),
+        ("youtu", "numba", 20, "auto"),
         *(
             pytest.param(variant, backend, start, "auto", marks=pytest.mark.exhaustive)
             for variant in VARIANTS

@@ -91,7 +91,8 @@ def tiny_masks(config: ModelConfig, sparsity: float = 0.5, seed: int = 1) -> dic
     generator = torch.Generator().manual_seed(seed)
     masks = {}
     for index, projection in enumerate(config.projections()):
-        scale = torch.rand(projection.in_features, generator=generator) + 0.5
+        shape = (projection.experts, projection.in_features)[projection.experts == 0 :]
+        scale = torch.rand(shape, generator=generator) + 0.5
         kept = index == 0 or sparsity == 0
         threshold = 0.0 if kept else float(torch.tensor(1.4 * sparsity))
         masks[projection.name] = ProjectionMask(scale, threshold, 0.0 if kept else sparsity)

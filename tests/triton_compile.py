@@ -513,6 +513,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "router": partial(router, arch),
         "router biased": partial(router, arch, bias=empty(129)),
         "router of sigmoids": partial(router, arch, choice_bias=empty(128, dtype=FP32), sigmoid=True, norm=(0.0, 1e-6), factor=1.5, rounded="scores"),
+        "router of groups": partial(router, arch, choice_bias=empty(128, dtype=FP32), sigmoid=True, norm=(0.0, 1e-20), rounded=None, groups=(8, 4, 2)),
         "router in float32": partial(router, arch, choice_bias=empty(128, dtype=FP32), norm=(1e-12, 0.0), rounded=None),
         "router scaled": partial(router, arch, multiplier=0.02, expert_scale=empty(128)),
         **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)

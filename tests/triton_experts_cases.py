@@ -115,6 +115,21 @@ def test_the_router_chooses_as_its_twin(dtype, batch, case, k, more):
             )
 
 
+@pytest.mark.parametrize("best", [1, 2])
+def test_experts_are_chosen_of_the_best_groups(best):
+    """By softmax as in DeepSeek-V2, by sigmoids and a bias as in V3."""
+    x, weight = rows(9, 64, torch.float32), rows(40, 64, torch.float32, seed=3)
+    router, keys = Router(weight, 40, 3, 0, False, rounded=None, groups=(5, 2, best)), x @ weight.T
+    if best == 2:
+        router = router._replace(sigmoid=True, choice_bias=rows(1, 40, torch.float32, seed=8)[0])
+        keys = keys.sigmoid() + router.choice_bias
+    kept = keys.view(9, 5, 8).topk(best).values.sum(-1).topk(2).indices
+    outside = torch.ones(9, 5, dtype=torch.bool, device=DEVICE).scatter(1, kept, False).repeat_interleave(8, 1)
+    expected = keys.masked_fill(outside, float("-inf")).topk(3).indices
+    assert not torch.equal(expected, keys.topk(3).indices)
+    assert torch.equal(choose_experts(x, router).expert.long(), expected)
+
+
 def test_logits_that_are_no_numbers_still_choose_experts_that_exist():
     hidden = rows(2, 64, torch.float32)
     hidden[0, 3] = float("nan")

@@ -241,6 +241,9 @@ class ExpertsRow(Row):
     factor: Word
     sigmoid: Word  # scores are the logits' sigmoids, not their softmax
     choice_bias: Word  # (COUNT,) float32: added to the scores for the choice
+    groups: Word  # of experts, of which GROUPS_KEPT are chosen from; 0: none
+    groups_kept: Word
+    group_best: Word  # experts of a group that decide, 1 or 2
     router: Word  # (COUNT, hidden) float32
     router_bias: Word  # (COUNT,) float32
     scale: Word  # (COUNT,) float32: multiplies the experts' weights
@@ -350,7 +353,7 @@ class StepRow(Row):
     partial_at: Word
     # Experts. A token's slots: its chosen experts, then the shared one.
     expert_scores: Word  # (rows, experts) float32
-    expert_keys: Word  # (threads, 2, experts) float32: a token's scores, and what the choice is by
+    expert_keys: Word  # (threads, 3, experts) float32: a token's scores, what the choice is by, and that of groups
     expert_choice: Word  # (threads, rows, slots, 2) int64: expert id, and the bits of its float32 weight
     expert_index: Word  # (slots, EXPERT_LENGTH) int32: down's kept channels of a token, thread by thread
     expert_value: Word  # (slots, EXPERT_LENGTH) float32

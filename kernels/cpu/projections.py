@@ -151,9 +151,31 @@ def gate_up(p, gate, up, x, rows, lo, hi, y, stride, thread, tag):
 
 
 @exact
+def _leave_groups(row, keys, sums):
+    """The keys of experts outside the best groups = -inf. sums: scratch memory, (GROUPS,)."""
+    groups, least = row[ExpertsField.GROUPS], np.float32(-np.inf)
+    size = row[ExpertsField.COUNT] // groups
+    for g in range(groups):
+        first = second = least
+        for e in range(g * size, (g + 1) * size):
+            if keys[e] > first:
+                first, second = keys[e], first
+            else:
+                second = max(second, keys[e])
+        sums[g] = first + second if row[ExpertsField.GROUP_BEST] == 2 else first
+    for g in range(groups):
+        before = 0
+        for other in range(groups):
+            before += sums[other] > sums[g] or (sums[other] == sums[g] and other < g)
+        if before >= row[ExpertsField.GROUPS_KEPT]:
+            for e in range(g * size, (g + 1) * size):
+                keys[e] = least
+
+
+@exact
 def choose_experts(row, logits, scores, choice):
     """choice (chosen, 2) = ids of a token's experts, ascending, and their weights. row: words of `ExpertsRow`. Of equal
-    experts the lower id is chosen. scores: scratch memory, (2, COUNT)."""
+    experts the lower id is chosen. scores: scratch memory, (3, COUNT)."""
     count, chosen, bias = row[ExpertsField.COUNT], row[ExpertsField.CHOSEN], row[ExpertsField.CHOICE_BIAS]
     logits_, scores_, choice_ = floats(logits), floats(scores), words(choice)
     keys, largest, total = logits_, logits_[0], ONE
@@ -167,10 +189,12 @@ def choose_experts(row, logits, scores, choice):
         for e in range(count):
             scores_[e] = exp32(logits_[e] - largest)
             total += scores_[e]
-    if bias != 0:
+    if bias != 0 or row[ExpertsField.GROUPS] != 0:
         keys = floats(scores + 4 * count)
         for e in range(count):
-            keys[e] = scores_[e] / total + floats(bias)[e]
+            keys[e] = scores_[e] / total + (floats(bias)[e] if bias != 0 else ZERO)
+    if row[ExpertsField.GROUPS] != 0:
+        _leave_groups(row, keys, floats(scores + 8 * count))
     last, last_key, of_chosen = np.int64(-1), ZERO, ZERO
     for n in range(chosen):
         best = np.int64(-1)
@@ -212,7 +236,7 @@ def router(p, row, x, thread, threads):
                 floats(scores)[b * total + e] += bias[e]
     barrier(p[StepField.TEAM], threads)
 
-    own = p[StepField.EXPERT_KEYS] + 8 * thread * total
+    own = p[StepField.EXPERT_KEYS] + 12 * thread * total
     for b in range(rows):
         choose_experts(experts, scores + 4 * b * total, own, _choice(p, b, thread))
 

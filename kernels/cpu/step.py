@@ -134,8 +134,8 @@ def _per_layer(p, row, x, y, thread, threads, base_tag):
 
 @exact
 def step(p, base_tag, routed):
-    """A token of every row: embedding, operations, final norm, logits. ``routed``: None leaves out the experts and
-    multi-head latent attention, which halves the compile time."""
+    """A token of every row: embedding, operations, final norm, logits. ``routed``: None leaves out the experts, which
+    halves the compile time."""
     threads, thread = np.int64(num_threads()), np.int64(thread_num())
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     eps, multiplier = number(p[StepField.EPS]), number(p[StepField.EMBEDDING_MULTIPLIER])
@@ -178,6 +178,9 @@ def step(p, base_tag, routed):
             lo, hi = short_conv(p, row, x, thread, threads, y, heads, base_tag)
         elif code == OpCode.MAMBA2:
             lo, hi = mamba2(p, row, x, thread, threads, y, heads, base_tag)
+        elif code == OpCode.LATENT_ATTENTION:
+            z, norm_eps = op[OpField.Z] + thread * op[OpField.Z_STEP], number(op[OpField.EPS])
+            lo, hi = latent_attention(p, row, x, z, norm_eps, thread, threads, y, heads, base_tag)
         elif code == OpCode.SCALE:
             _scale(y, rows * hidden, number(row))
         elif code == OpCode.PER_LAYER:
@@ -185,10 +188,7 @@ def step(p, base_tag, routed):
         elif code == OpCode.TAP and thread == 0:
             _tap(x, rows, hidden, y, op[OpField.WIDTH])
         if routed is not None:
-            if code == OpCode.LATENT_ATTENTION:
-                z, norm_eps = op[OpField.Z] + thread * op[OpField.Z_STEP], number(op[OpField.EPS])
-                lo, hi = latent_attention(p, row, x, z, norm_eps, thread, threads, y, heads, base_tag)
-            elif code == OpCode.ROUTER:
+            if code == OpCode.ROUTER:
                 router(p, row, x, thread, threads)
             elif code == OpCode.EXPERTS:
                 experts(p, op, x, y, thread, threads, base_tag)

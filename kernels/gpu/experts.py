@@ -86,6 +86,7 @@ class Choice(NamedTuple):
     sigmoid: bool
     factor: float
     rounded: str | None
+    groups: tuple[int, int, int] | None
 
 
 class Router(NamedTuple):
@@ -104,6 +105,8 @@ class Router(NamedTuple):
     norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
     factor: float = 1.0  # of the weights
     rounded: str | None = "logits"  # what is rounded to the dtype of x: logits; their "scores" too; None: neither
+    # Of experts, how many are chosen from, and whose how many best experts decide (1 or 2); None: none.
+    groups: tuple[int, int, int] | None = None
 
     @property
     def total(self) -> int:
@@ -113,7 +116,9 @@ class Router(NamedTuple):
     @property
     def choice(self) -> Choice:
         norm, gated = self.norm if self.renormalised else None, len(self.weight) > self.experts
-        return Choice(self.experts, self.chosen, self.shared, gated, norm, self.sigmoid, self.factor, self.rounded)
+        return Choice(
+            self.experts, self.chosen, self.shared, gated, norm, self.sigmoid, self.factor, self.rounded, self.groups
+        )
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
@@ -162,6 +167,36 @@ def _score(logit, largest, total, dtype: tl.constexpr, choice: tl.constexpr):
 
 
 @triton.jit
+def _kept_groups(order, e, choice: tl.constexpr):
+    """Whether experts are chosen of each group, as a tuple."""
+    GROUPS: tl.constexpr = choice.groups[0]
+    SIZE: tl.constexpr = choice.experts // GROUPS
+    sums = ()
+    for g in tl.static_range(GROUPS):
+        of_group = tl.where(e // SIZE == g, order, float("-inf"))
+        best, at = tl.max(of_group, axis=0, return_indices=True)
+        if choice.groups[2] == 2:
+            best += tl.max(tl.where(e == at, float("-inf"), of_group), axis=0)
+        sums += (best,)
+    kept = ()
+    for g in tl.static_range(GROUPS):
+        before = 0
+        for other in tl.static_range(GROUPS):
+            before += (sums[other] >= sums[g] if other < g else sums[other] > sums[g]).to(tl.int32)
+        kept += (before < choice.groups[1],)  # type: ignore[assignment]
+    return kept
+
+
+@triton.jit
+def _in_groups(value, e, kept, choice: tl.constexpr):
+    """The values of experts ``e``, -inf outside the groups ``kept``."""
+    SIZE: tl.constexpr = choice.experts // choice.groups[0]
+    for g in tl.static_range(choice.groups[0]):
+        value = tl.where((e // SIZE == g) & (kept[g] == 0), float("-inf"), value)
+    return value
+
+
+@triton.jit
 def _choose(logit_ptr, scale_ptr, choice_bias_ptr, row, routing, dtype: tl.constexpr, choice: tl.constexpr):
     """Choose a row's experts and compute their weights, with the roundings of transformers."""
     E: tl.constexpr = choice.experts
@@ -181,6 +216,9 @@ def _choose(logit_ptr, scale_ptr, choice_bias_ptr, row, routing, dtype: tl.const
     if choice_bias_ptr is not None:
         order = weight + tl.load(choice_bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     order = tl.where(order == order, order, float("-inf"))
+    if choice.groups is not None:
+        kept = _kept_groups(order, e, choice)
+        order = _in_groups(order, e, kept, choice)
     rank = tl.zeros((E_PAD,), tl.int32)
     for start in tl.static_range(0, E_PAD, OTHERS):
         other = start + tl.arange(0, OTHERS)
@@ -189,6 +227,8 @@ def _choose(logit_ptr, scale_ptr, choice_bias_ptr, row, routing, dtype: tl.const
             value = _score(value, largest, total, dtype, choice)
             value += tl.load(choice_bias_ptr + other, mask=other < E, other=0.0).to(tl.float32)
         value = tl.where(value == value, value, float("-inf"))
+        if choice.groups is not None:
+            value = _in_groups(value, other, kept, choice)
         higher = (value[None, :] > order[:, None]) & (other < E)[None, :]
         equal = (value[None, :] == order[:, None]) & (other[None, :] < e[:, None])
         rank += tl.sum((higher | equal).to(tl.int32), axis=1)

@@ -43,7 +43,8 @@ class CpuDecoder(TorchDecoder):
 
     def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         super()._load(bundle, weights, cache)
-        if any(block.experts for block in self.config.blocks):  # their products' rows depend on the tokens' choices
+        # Rows of experts' products depend on the tokens' choices, those of latents on the number of rows.
+        if self.config.has_experts or self.config.latent is not None:
             self.prefill_chunk, self.chunks_split_under_load = _PREFIX_BLOCK, 1
         # The most tokens of a prompt that a step reads faster than torch, which converts the weights. Measured.
         codes = any(projection.weight.scale is not None for projection in self._projections)

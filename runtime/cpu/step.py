@@ -205,7 +205,7 @@ class Step:
             slots, inner = experts.chosen + 1, planes * max(experts.intermediate_size, experts.shared_size)
             p.expert_slots, p.expert_length = slots, inner
             p.expert_scores = torch.empty(rows, experts.count)
-            p.expert_keys = torch.empty(threads, 2, experts.count)
+            p.expert_keys = torch.empty(threads, 3, experts.count)
             p.expert_choice = torch.empty(threads, rows, slots, 2, dtype=torch.int64)
             p.expert_index, p.expert_value = torch.empty(slots, inner, dtype=torch.int32), torch.empty(slots, inner)
             p.expert_count = torch.empty(slots, threads, 2, dtype=torch.int64)
@@ -381,6 +381,7 @@ def _experts(block: Block[Any]) -> ExpertsRow:
     row.scale, row.shared_gate = _floats(block.expert_scale), _floats(gate)
     row.choice_bias, row.sigmoid, row.factor = _floats(block.choice_bias), spec.score == "sigmoid", spec.scale
     row.norm_least, row.norm_added = spec.norm
+    row.groups, row.groups_kept, row.group_best = spec.groups or (0, 0, 0)
     row.shared_size = 0 if spec.parallel_mlp else spec.shared_size
     return row
 

@@ -91,6 +91,7 @@ def router_of(block: Block[AnyLinear]) -> Router:
     return Router(
         weight, experts.count, chosen, shared, experts.renormalised, multiplier, block.router_bias, block.expert_scale,
         block.choice_bias, experts.score == "sigmoid", experts.norm, experts.scale, experts.rounded,
+        experts.groups,
     )  # fmt: skip
 
 

@@ -34,7 +34,8 @@ MANY_ROWS = 32
 def takes_many_rows(weights: CudaWeights) -> bool:
     """Whether the weights support a step of ``MANY_ROWS`` rows: quantized ones if a kernel multiplies their codes."""
     linears = [linear for block in weights.blocks for linear in block.linears]
-    return not any(isinstance(linear, ExpertLinear) for linear in linears) and all(
+    latent = weights.blocks[0].latent is not None
+    return not (latent or any(isinstance(linear, ExpertLinear) for linear in linears)) and all(
         linear.weight.quant == "none" or choose_product(linear.shape, MANY_ROWS, "rows").kernel != "cuBLAS"
         for linear in linears
     )

@@ -255,7 +255,7 @@ class KVCache:
 
     def read(self, block: int, slot: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions 0..stop of a slot, dequantized: (num_kv_heads, stop, head_dim) each."""
-        kv, stored = [], self.attention[block]
+        kv, stored = list[Tensor](), self.attention[block]
         for tensor, scales in zip(stored[:2], stored[2:], strict=True):
             if kv and tensor is stored.keys:
                 kv.append(kv[0])

@@ -530,11 +530,14 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     logits = functional.linear(x.to(router.dtype), router, block.router_bias)
     logits = logits if experts.rounded == "scores" else logits.to(wide)
     probabilities = (logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()).to(wide)
-    if block.choice_bias is None:
-        weights, chosen = probabilities.topk(experts.chosen, dim=-1)
-    else:
-        chosen = (probabilities + block.choice_bias.flatten()).topk(experts.chosen, dim=-1).indices
-        weights = probabilities.gather(-1, chosen)
+    keys = probabilities if block.choice_bias is None else probabilities + block.choice_bias.flatten()
+    if (groups := experts.groups) is not None:
+        by_group = keys.unflatten(-1, (groups.count, -1))
+        kept = by_group.topk(groups.best, dim=-1).values.sum(-1).topk(groups.kept, dim=-1).indices
+        outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+        keys = by_group.masked_fill(outside[..., None], float("-inf")).flatten(-2)
+    chosen = keys.topk(experts.chosen, dim=-1).indices
+    weights = probabilities.gather(-1, chosen)
     if experts.renormalised:
         least, added = experts.norm
         weights = weights / (weights.sum(-1, keepdim=True).clamp(min=least) + added)
