@@ -75,6 +75,36 @@ def test_experts_in_one_tensor_are_read_one_by_one(source: Path, tmp_path: Path)
         assert torch.equal(torch.cat(list(fused.chunks(name))), apart.tensor(name).flatten()), name
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("glm4-moe", "num_nextn_predict_layers"),
+        ("glm4-moe", "num_mtp_layers"),
+        ("deepseek-v3", "num_nextn_predict_layers"),
+        ("glm4-moe-lite", "num_nextn_predict_layers"),
+    ],
+)
+def test_an_mtp_block_behind_the_last_one_is_left_out_with_a_note(family: str, key: str, tmp_path: Path) -> None:
+    def add(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for other in ("num_nextn_predict_layers", "num_mtp_layers"):
+            config.pop(other, None)
+        config[key] = 1
+        block = {name: one for name, one in tensors.items() if name.startswith("model.layers.2.")}
+        tensors |= {name.replace(".2.", ".3.", 1): one.clone() for name, one in block.items()}
+        tensors["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)
+
+    plain = make_checkpoint(family, tmp_path / "plain", vocab_size=VOCAB)
+    with_head = Checkpoint.open(changed(plain, tmp_path / "with", add), complete=full_config)
+    assert list(with_head.tensors) == list(Checkpoint.open(plain, complete=full_config).tensors)
+    (note,) = with_head.notes
+    assert re.match(r"ignored \d+ tensors \('model.layers.3..*'\): an MTP head of a kind that is not known here", note)
+    ids = torch.tensor([[5, 9, 2, 7]])
+    for name in ("plain", "with"):
+        byte_tokenizer().save(str(tmp_path / name / "tokenizer.json"))
+    models = (load_source(tmp_path / name, device="cpu").model for name in ("plain", "with"))
+    assert torch.equal(*(model(ids).logits for model in models))
+
+
 GATE = "model.layers.0.mlp.experts.3.gate_proj.weight"
 
 
