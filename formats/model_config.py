@@ -566,11 +566,11 @@ def _blocks(
     blocks = []
     for kind, has_rotary, at in zip(kinds, rotated, which, strict=True):
         own = window if kind == other and not arch.recurrent else None
-        rotary = 1 if arch.local_rope and own is not None else at
+        rotary: int | None = 1 if arch.local_rope and own is not None else at
         mixer: Mixer | None = "mamba2" if arch.mamba2 and kind == other else MIXERS.get(kind, "attention")
         mixer, mlp = (None if kind == "mlp" else mixer), kind == "mlp" or not arch.one_half
-        heads: Any = own, rotary if has_rotary else None, head_dim, num_kv_heads
-        blocks.append(Block(*heads, mixer, mlp, shared_values=arch.latent, latent=arch.latent))
+        rotary = rotary if has_rotary else None
+        blocks.append(Block(own, rotary, head_dim, num_kv_heads, mixer, mlp, arch.latent, arch.latent))
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
     shared = read_count(config, arch.shared_kv)
