@@ -67,7 +67,7 @@ class Groups(NamedTuple):
     """Consecutive experts in groups of the same size. Experts are chosen of the ``kept`` groups whose ``best`` highest
     sums of score and bias (1 or 2) add up to most."""
 
-    count: int
+    number: int
     kept: int
     best: int
 
@@ -688,10 +688,10 @@ def _groups(config: Mapping[str, Any], layout: ExpertsLayout, count: int, chosen
     found = Groups(
         dimension(config, "n_group", largest=_MOST_GROUPS), dimension(config, "topk_group"), layout.group_best
     )
-    size, rest = divmod(count, found.count)
-    require(rest == 0 and size >= found.best, "n_group", f"equal groups of the {count} experts", found.count)
-    least = f"{-(-chosen // size)} to {found.count}, groups with {chosen} experts"
-    require(chosen <= found.kept * size and found.kept <= found.count, "topk_group", least, found.kept)
+    size, rest = divmod(count, found.number)
+    require(rest == 0 and size >= found.best, "n_group", f"equal groups of the {count} experts", found.number)
+    least = f"{-(-chosen // size)} to {found.number}, groups with {chosen} experts"
+    require(chosen <= found.kept * size and found.kept <= found.number, "topk_group", least, found.kept)
     return found
 
 

@@ -177,7 +177,7 @@ def _kept_groups(order, e, choice: tl.constexpr):
         best, at = tl.max(of_group, axis=0, return_indices=True)
         if choice.groups[2] == 2:
             best += tl.max(tl.where(e == at, float("-inf"), of_group), axis=0)
-        sums += (best,)
+        sums += (best,)  # type: ignore[assignment]
     kept = ()
     for g in tl.static_range(GROUPS):
         before = 0

@@ -532,7 +532,7 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     probabilities = (logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()).to(wide)
     keys = probabilities if block.choice_bias is None else probabilities + block.choice_bias.flatten()
     if (groups := experts.groups) is not None:
-        by_group = keys.unflatten(-1, (groups.count, -1))
+        by_group = keys.unflatten(-1, (groups.number, -1))
         kept = by_group.topk(groups.best, dim=-1).values.sum(-1).topk(groups.kept, dim=-1).indices
         outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, kept, False)
         keys = by_group.masked_fill(outside[..., None], float("-inf")).flatten(-2)
