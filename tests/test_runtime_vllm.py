@@ -447,7 +447,7 @@ def dequantised_tokens(folder: Path, plain: Path, prompts: list[list[int]]) -> l
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "cards"),
-    [("pack int4 groups", 2), ("pack int8 groups, zero points", 1), ("int8 rows", 2), ("gptq", 1), ("gptq, zero points", 2),
+    [("pack int4 groups", 2), ("pack int8 groups, zero points", 1), ("int8 rows", 2), ("gptq", 1), ("gptq, second version", 1),
      ("awq", 2), ("pack int8 rows, lm_head", 1)],
 )  # fmt: skip
 def test_quantised_checkpoints_without_a_bundle(
