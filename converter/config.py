@@ -52,9 +52,8 @@ def require_stated(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
             limit = LARGEST_NUM_BLOCKS if key == "num_hidden_layers" else LARGEST_DIMENSION
             dimension({key: int(value) if whole else value}, key, limit)
     for given in (stated.get("rope_parameters"), stated.get("rope_scaling")):
-        ropes = (
-            [given, *given.values()] if isinstance(given, Mapping) else []
-        )  # of all blocks, or of each kind of blocks
+        # Of all blocks, or of each kind of blocks.
+        ropes = [given, *given.values()] if isinstance(given, Mapping) else []
         for rope in (one for one in ropes if isinstance(one, Mapping)):
             if (rope_type := rope.get("rope_type", rope.get("type"))) is not None:
                 require_rope_type(rope_type)

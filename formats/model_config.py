@@ -525,22 +525,24 @@ def require_values(config: Mapping[str, Any], model_type: str, complete: bool = 
         require(config.get(key) is True, key, "true, the only value known here", config.get(key))
     tied = switch(config, "tie_word_embeddings")
     require(not (tied and arch.embedding_norm), "tie_word_embeddings", "false: embeddings have a norm", tied)
-    if (key := arch.activation) is not None and (complete or config.get(key) is not None):
-        known = isinstance(config.get(key), str) and config[key] in arch.activations
-        require(known, key, " or ".join(map(repr, arch.activations)), config.get(key))
+    named = arch.activation
+    if named is not None and (complete or config.get(named) is not None):
+        known = isinstance(config.get(named), str) and config[named] in arch.activations
+        require(known, named, " or ".join(map(repr, arch.activations)), config.get(named))
     key, last = ("layers_block_type", "mlp") if arch.one_half else ("layer_types", "full_attention")
     kinds, other = config.get(key), arch.recurrent or "sliding_attention"
     for kind in kinds if arch.layer_types and isinstance(kinds, list) else ():
         known = kind in (other, "full_attention", last) or (not complete and kind in LEGACY_KINDS)
         require(known, key, " or ".join(dict.fromkeys((other, "full_attention", last))), kind)
     if arch.one_half:
-        key, pattern = "hybrid_override_pattern", config.get("hybrid_override_pattern")
-        require("E" not in str(pattern), key, "M, * and -: experts of this family are not known here", pattern)
+        pattern = str(config.get("hybrid_override_pattern"))
+        wanted = "M, * and -: experts of this family are not known here"
+        require("E" not in pattern, "hybrid_override_pattern", wanted, pattern)
     layout = arch.experts
     if layout is not None and (layout.parallel_mlp is None or switch(config, layout.parallel_mlp)):
         for key in _NOT_ROUTERS:
-            known = key == layout.scale or (key in _GROUPED and layout.group_best)
-            found = None if known else config.get(key)
+            stated = key == layout.scale or (key in _GROUPED and bool(layout.group_best))
+            found = None if stated else config.get(key)
             require(found in (None, False, 0, 1, layout.score), key, "nothing: such a router is not known here", found)
 
 
