@@ -542,8 +542,8 @@ def require_values(config: Mapping[str, Any], model_type: str, complete: bool = 
     if layout is not None and (layout.parallel_mlp is None or switch(config, layout.parallel_mlp)):
         for key in _NOT_ROUTERS:
             stated = key == layout.scale or (key in _GROUPED and bool(layout.group_best))
-            found = None if stated else config.get(key)
-            require(found in (None, False, 0, 1, layout.score), key, "nothing: such a router is not known here", found)
+            value = None if stated else config.get(key)
+            require(value in (None, False, 0, 1, layout.score), key, "nothing: such a router is not known here", value)
 
 
 def _blocks(
