@@ -26,9 +26,11 @@ def start_compiling(settings: ConvertSettings, checkpoint: Checkpoint) -> list[s
         return []
     from wisparse.kernels.cpu import launch  # imports numba
 
+    config = checkpoint.config
     int4 = any(stored.packing.kind == "int4" for stored in checkpoint.quantised.values())
     int4 |= settings.weights in ("int4", "graded")
-    return launch.start_compiling(launch.regions_of(dtype, experts=checkpoint.config.has_experts, int4=int4))
+    wanted = launch.regions_of(dtype, mixers=config.has_mixers, experts=config.has_experts, int4=int4)
+    return launch.start_compiling(wanted)
 
 
 def wait_for_compilers(compilers: Sequence[subprocess.Popen[str]], progress: Progress) -> None:

@@ -258,6 +258,11 @@ class ModelConfig:
         return any(block.experts for block in self.blocks)
 
     @property
+    def has_mixers(self) -> bool:
+        """Whether a block has another mixer than attention over keys and values of heads."""
+        return self.latent is not None or any(block.recurrent for block in self.blocks)
+
+    @property
     def has_states(self) -> bool:
         return any(block.recurrent for block in self.blocks)
 

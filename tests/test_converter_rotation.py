@@ -28,7 +28,8 @@ from wisparse.formats.checkpoint import Checkpoint
 def _is_fixed(kind: str) -> bool:
     arch = ARCHITECTURES[kind]
     norms = arch.norms
-    return bool(norms.attention_output or not norms.attention_input or arch.attention_gate or arch.recurrent)
+    tied = norms.attention_output or not norms.attention_input or arch.attention_gate or arch.recurrent
+    return bool(tied or arch.latent)
 
 
 FIXED = [name for name, (kind, _) in VARIANTS.items() if _is_fixed(kind)]

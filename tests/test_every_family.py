@@ -226,17 +226,21 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-archite
 
 
 def test_the_row_in_the_page_makes_an_unknown_model_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row, variant = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    rows = eval(f"{{{row}}}", vars(architectures))
-    ((name, settings),) = eval(f"{{{variant}}}").items()
-    monkeypatch.setitem(runtime_models.VARIANTS, name, settings)
-    source = runtime_models.make_checkpoint(name, tmp_path / "source")
-    message = re.search(r"^wisparse: (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+    page, table = PAGE.read_text("utf-8"), architectures.ARCHITECTURES
+    row, variant = re.findall(r"^ *```python\n(.*?)^ *```", page, re.MULTILINE | re.DOTALL)
+    ((model_type, facts),) = eval(f"{{{row}}}", vars(architectures)).items()
+    ((name, settings),) = eval(f"{{{variant}}}", vars(runtime_models)).items()
+    assert (table[model_type], runtime_models.VARIANTS[name]) == (facts, settings), "the page shows what is there"
+    message = re.search(r"^wisparse: (.*)$", page, re.MULTILINE)
+    unknown = re.search(r"model_type '(\w+)'", message[1])
     with pytest.raises(UnsupportedModelError) as refused:
-        Checkpoint.open(source, complete=full_config)
+        architectures.require_known({"model_type": unknown[1]})
     assert str(refused.value) == message[1]
-    ((model_type, facts),) = rows.items()
-    monkeypatch.setitem(architectures.ARCHITECTURES, model_type, facts)
+    source = runtime_models.make_checkpoint(name, tmp_path / "source")
+    monkeypatch.delitem(table, model_type)
+    with pytest.raises(UnsupportedModelError, match=f"model_type '{model_type}'"):
+        Checkpoint.open(source, complete=full_config)
+    monkeypatch.setitem(table, model_type, facts)
     folder = make_bundle(source, tmp_path / "bundle")
     bundle = Bundle.open(folder)
     assert bundle.config.attention_softcap == 2.0

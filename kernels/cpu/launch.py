@@ -83,8 +83,9 @@ def _region(name: str, function: Any, *arguments: Any) -> tuple[str, Any]:
 _TAGS = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 REGIONS = dict(
     (
-        *(_region(f"step_{name}", step, tag, None) for name, tag in _TAGS.items()),
-        *(_region(f"experts_{name}", step, tag, True) for name, tag in _TAGS.items()),  # take twice as long to compile
+        *(_region(f"step_{name}", step, tag, None, None) for name, tag in _TAGS.items()),
+        *(_region(f"mixers_{name}", step, tag, True, None) for name, tag in _TAGS.items()),
+        *(_region(f"experts_{name}", step, tag, True, True) for name, tag in _TAGS.items()),
         *(_region(f"dequantize_{name}", linear.dequantize, _TAGS[name]) for name in ("float32", "bfloat16")),
         _region("product_bfloat16", product),
     )
@@ -106,9 +107,10 @@ def has_tiles() -> bool:
     return HAS_TILES and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-def regions_of(dtype: torch.dtype, *, experts: bool, int4: bool) -> list[str]:
-    """The regions that a model's decoder runs; ``int4``: weights are stored so, or in planes."""
-    names = [f"{'experts' if experts else 'step'}_{NAMES[dtype]}"]
+def regions_of(dtype: torch.dtype, *, mixers: bool, experts: bool, int4: bool) -> list[str]:
+    """The regions that a model's decoder runs. ``mixers``: with others than attention with a KV cache of heads; ``int4``:
+    weights are stored so, or in planes."""
+    names = [f"{'experts' if experts else 'mixers' if mixers else 'step'}_{NAMES[dtype]}"]
     if int4:
         names.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
     if dtype == torch.bfloat16 and has_tiles():

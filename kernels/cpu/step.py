@@ -133,9 +133,9 @@ def _per_layer(p, row, x, y, thread, threads, base_tag):
 
 
 @exact
-def step(p, base_tag, routed):
-    """A token of every row: embedding, operations, final norm, logits. ``routed``: None leaves out the experts, which
-    halves the compile time."""
+def step(p, base_tag, mixers, routed):
+    """A token of every row: embedding, operations, final norm, logits. ``mixers``: None leaves out all but attention,
+    ``routed``: None leaves out the experts; each is half of the compile time or more."""
     threads, thread = np.int64(num_threads()), np.int64(thread_num())
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     eps, multiplier = number(p[StepField.EPS]), number(p[StepField.EMBEDDING_MULTIPLIER])
@@ -171,22 +171,23 @@ def step(p, base_tag, routed):
             lo, hi = span(width, thread, threads), span(width, thread + 1, threads)
             first, last = op[OpField.FIRST], op[OpField.FIRST] + op[OpField.COUNT] - 1
             gate_up(p, first, last, x, rows, lo, hi, y, width, thread, base_tag)
-        elif code == OpCode.DELTA_NET:
-            z = op[OpField.Z] + thread * op[OpField.Z_STEP]
-            lo, hi = delta_net(p, row, z, x, thread, threads, y, heads, base_tag)
-        elif code == OpCode.SHORT_CONV:
-            lo, hi = short_conv(p, row, x, thread, threads, y, heads, base_tag)
-        elif code == OpCode.MAMBA2:
-            lo, hi = mamba2(p, row, x, thread, threads, y, heads, base_tag)
-        elif code == OpCode.LATENT_ATTENTION:
-            z, norm_eps = op[OpField.Z] + thread * op[OpField.Z_STEP], number(op[OpField.EPS])
-            lo, hi = latent_attention(p, row, x, z, norm_eps, thread, threads, y, heads, base_tag)
         elif code == OpCode.SCALE:
             _scale(y, rows * hidden, number(row))
         elif code == OpCode.PER_LAYER:
             _per_layer(p, words(row), x, y, thread, threads, base_tag)
         elif code == OpCode.TAP and thread == 0:
             _tap(x, rows, hidden, y, op[OpField.WIDTH])
+        if mixers is not None:
+            z = op[OpField.Z] + thread * op[OpField.Z_STEP]
+            if code == OpCode.DELTA_NET:
+                lo, hi = delta_net(p, row, z, x, thread, threads, y, heads, base_tag)
+            elif code == OpCode.SHORT_CONV:
+                lo, hi = short_conv(p, row, x, thread, threads, y, heads, base_tag)
+            elif code == OpCode.MAMBA2:
+                lo, hi = mamba2(p, row, x, thread, threads, y, heads, base_tag)
+            elif code == OpCode.LATENT_ATTENTION:
+                norm_eps = number(op[OpField.EPS])
+                lo, hi = latent_attention(p, row, x, z, norm_eps, thread, threads, y, heads, base_tag)
         if routed is not None:
             if code == OpCode.ROUTER:
                 router(p, row, x, thread, threads)

@@ -61,7 +61,7 @@ class CpuDecoder(TorchDecoder):
         config, dtype = self.config, self.dtype
         stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
         int4 = weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1))
-        prepare(*regions_of(dtype, experts=config.has_experts, int4=int4))
+        prepare(*regions_of(dtype, mixers=config.has_mixers, experts=config.has_experts, int4=int4))
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
         of_experts = [projection for projection in config.projections() if projection.experts]
         routed = {f"{part}.weight" for projection in of_experts for part in projection.parts}

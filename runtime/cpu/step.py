@@ -45,7 +45,8 @@ class Step:
     def __init__(self, decoder: Any) -> None:
         """``decoder``: a `decoder.CpuDecoder`, of a module that imports this one."""
         config, embedding, output = decoder.config, decoder._embedding, decoder._head
-        (self._region, *_), self._config = regions_of(decoder.dtype, experts=config.has_experts, int4=False), config
+        parts = {"mixers": config.has_mixers, "experts": config.has_experts}
+        (self._region, *_), self._config = regions_of(decoder.dtype, **parts, int4=False), config
         self._per_layer, self._dtype, self._cache = decoder._per_layer, decoder.dtype, decoder._cache
         self._blocks: Sequence[Block[Any]] = decoder._blocks
         self._team = Team()
