@@ -74,14 +74,9 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     full, plain_type = require_stated(config)
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    base_defaults, text_type, wrapped = (
-        PreTrainedConfig().to_dict(),
-        full["model_type"],
-        config["model_type"] in WRAPPERS,
-    )
-    text_config = full
+    base_defaults, text_config, wrapped = PreTrainedConfig().to_dict(), full, config["model_type"] in WRAPPERS
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
-    for read_as in dict.fromkeys((text_type, plain_type)):
+    for read_as in dict.fromkeys((text_config["model_type"], plain_type)):
         if read_as not in CONFIG_MAPPING:  # a text model's type of before, EXAONE 4.5's
             continue
         full = _as_declared(full, CONFIG_MAPPING[read_as])
