@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from wisparse.formats import guard
-from wisparse.formats.checkpoint import read_config
 
-from .config import require_stated
+from .config import require_supported
 from .settings import ConvertOptions, ConvertSettings
 
 
@@ -40,11 +39,8 @@ def convert(
         guard.switch("progress", progress)
     guard.keywords("convert", settings, [field.name for field in fields(ConvertSettings)[2:]])
     validated = ConvertSettings(cast(str, model), cast(Path, output_dir), **cast(dict[str, Any], settings))
-    folder = (
-        guard.find_folder(validated.model) if guard.find_gguf(validated.model, validated.gguf_file) is None else None
-    )
-    if folder is not None and (folder / "config.json").is_file():
-        require_stated(read_config(folder))
+    if guard.find_gguf(validated.model, validated.gguf_file) is None:
+        require_supported(validated.model)
     from .pipeline import run  # with torch and transformers, which take seconds
     from .processes import Progress
 
