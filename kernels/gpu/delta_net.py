@@ -78,6 +78,20 @@ def softplus(x):
 
 
 @triton.jit
+def memory_of(rows, row, memory, BUFFERS: tl.constexpr, INPUTS: tl.constexpr):
+    """Of a row: whether it is busy, its slot, and offsets to read and write states and, from a slot's INPUTS elements on,
+    convolution inputs. Tokens, positions and slots are those of earlier steps: it may run before gdc_wait."""
+    busy = tl.load(rows.token + row) >= 0
+    position = tl.where(busy, tl.load(rows.position + row), 0).to(tl.int64)
+    slot = tl.load(rows.slot + row).to(tl.int64)
+    read = position % BUFFERS
+    write = (position + 1) % BUFFERS
+    states = (read * memory.state_stride, write * memory.state_stride)
+    at = slot * INPUTS
+    return busy, slot, states, (at + read * memory.inputs_stride, at + write * memory.inputs_stride)
+
+
+@triton.jit
 def load_taps(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr):
     """The convolution kernel (taps_pad, channels), and the inputs of earlier positions, 0 in the last tap's row. One
     tensor for all taps, as the compiler replicates the loads of small tensors across threads."""
@@ -125,11 +139,9 @@ def _delta_net_kernel(
     row = first + tl.program_id(1)
     key_head = head // SHARE
 
-    # Before gdc_wait: tokens, positions and states, which earlier steps have written, and weights.
-    busy = tl.load(rows.token + row) >= 0
-    position = tl.where(busy, tl.load(rows.position + row), 0).to(tl.int64)
-    read_buffer = position % shape.buffers
-    write_buffer = (position + 1) % shape.buffers
+    # Before gdc_wait: states, which earlier steps have written, and weights.
+    busy, slot, states, inputs_at = memory_of(rows, row, memory, shape.buffers, (TAPS - 1) * MIXED)
+    before, after = inputs_at
     i = tl.arange(0, triton.next_power_of_2(KEY))
     j = tl.arange(0, triton.next_power_of_2(VALUE))
     keys = tl.where(busy, KEY, 0)
@@ -138,12 +150,8 @@ def _delta_net_kernel(
     # The first of the value heads that share a key head stores the key head's inputs.
     stores_key = i < tl.where(head % SHARE == 0, keys, 0)
     live_state = live_key[:, None] & live_value[None, :]
-    slot = tl.load(rows.slot + row).to(tl.int64)
     at = ((slot * shape.value_heads + head) * KEY + i[:, None]) * VALUE + j[None, :]
-    state = tl.load(memory.state + read_buffer * memory.state_stride + at, mask=live_state, other=0.0)
-    inputs_at = slot * (TAPS - 1) * MIXED
-    before = read_buffer * memory.inputs_stride + inputs_at
-    after = write_buffer * memory.inputs_stride + inputs_at
+    state = tl.load(memory.state + states[0] + at, mask=live_state, other=0.0)
     q_at = key_head * KEY + i
     k_at = KEY_SIZE + q_at
     v_at = 2 * KEY_SIZE + head * VALUE + j
@@ -189,7 +197,7 @@ def _delta_net_kernel(
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _L2_EPS)
     recalled = decay * tl.sum(k[:, None] * state, axis=0)
     state = decay * state + k[:, None] * (beta * (v - recalled))[None, :]
-    tl.store(memory.state + write_buffer * memory.state_stride + at, state, mask=live_state)
+    tl.store(memory.state + states[1] + at, state, mask=live_state)
     y = tl.sum(q[:, None] * state, axis=0).to(dtype).to(tl.float32)
     out_rstd = tl.rsqrt(tl.sum(y * y, axis=0) / VALUE + eps)
     y = rms_normalize(y, out_norm, out_rstd, dtype).to(tl.float32) * silu(gate)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .attention import Rows
 from .common import gdc_wait, rms_normalize
-from .delta_net import DeltaMemory, convolve, load_taps, silu, softplus, state_size
+from .delta_net import DeltaMemory, convolve, load_taps, memory_of, silu, softplus, state_size
 
 
 class MambaTensors(NamedTuple):
@@ -66,11 +66,9 @@ def _mamba2_kernel(
     head = tl.program_id(0)
     row = first + tl.program_id(1)
 
-    # Before gdc_wait: tokens, positions and states, which earlier steps have written, and weights.
-    busy = tl.load(rows.token + row) >= 0
-    position = tl.where(busy, tl.load(rows.position + row), 0).to(tl.int64)
-    read_buffer = position % shape.buffers
-    write_buffer = (position + 1) % shape.buffers
+    # Before gdc_wait: states, which earlier steps have written, and weights.
+    busy, slot, states, inputs_at = memory_of(rows, row, memory, shape.buffers, (TAPS - 1) * MIXED)
+    before, after = inputs_at
     i = tl.arange(0, triton.next_power_of_2(STATE))
     j = tl.arange(0, triton.next_power_of_2(DIM))
     live_in = i < tl.where(busy, STATE, 0)
@@ -78,12 +76,8 @@ def _mamba2_kernel(
     # The first of the heads that share B and C stores their inputs.
     stores_in = i < tl.where(busy & (head % SHARE == 0), STATE, 0)
     live_state = live_in[:, None] & live_x[None, :]
-    slot = tl.load(rows.slot + row).to(tl.int64)
     at = ((slot * shape.heads + head) * STATE + i[:, None]) * DIM + j[None, :]
-    state = tl.load(memory.state + read_buffer * memory.state_stride + at, mask=live_state, other=0.0)
-    inputs_at = slot * (TAPS - 1) * MIXED
-    before = read_buffer * memory.inputs_stride + inputs_at
-    after = write_buffer * memory.inputs_stride + inputs_at
+    state = tl.load(memory.state + states[0] + at, mask=live_state, other=0.0)
     x_at = head * DIM + j
     b_at = INNER + head // SHARE * STATE + i
     c_at = b_at + shape.groups * STATE
@@ -107,7 +101,7 @@ def _mamba2_kernel(
     c = convolve(c_kernel, c, c_bias, memory.inputs, new_ptr, after, c_at, live_in, stores_in, MIXED, TAPS, dtype)
     dt = softplus((step + dt_bias).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     state = tl.exp(-rate * dt) * state + b[:, None] * (dt * x)[None, :]
-    tl.store(memory.state + write_buffer * memory.state_stride + at, state, mask=live_state)
+    tl.store(memory.state + states[1] + at, state, mask=live_state)
     y = (tl.sum(c[:, None] * state, axis=0) + skip * x).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * INNER + x_at, y * silu(gate), mask=j < DIM)
 
