@@ -5,7 +5,7 @@ their sparsity is the fraction of unread bits. A prototype, whose figures decide
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from wisparse.converter.sensitivity import fisher_diagonal
 from wisparse.converter.source import SourceModel
 from wisparse.converter.state import NO_STATE, Stages
 from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.model_config import ModelConfig, Projection
 
 # Width in bits -> the mean squared error of a normal variable of variance 1, rounded uniformly, and the best step.
 _ERRORS = {2: 0.1188, 4: 0.01154, 6: 0.00104, 8: 0.000089}
@@ -217,11 +218,17 @@ class _Gather(nn.Module):
     def __init__(self, rows: nn.Linear, channels: Tensor) -> None:
         super().__init__()
         self.rows, self.channels = rows, channels
-        rows.register_buffer("channels", channels, persistent=False)  # says that the rows' input is their own
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.rows(x.index_select(-1, self.channels))
         return out
+
+
+class _OwnInputs(ModelConfig):
+    """A configuration whose projections share no input: each gathers its own."""
+
+    def shared_inputs(self, block: int) -> list[list[Projection]]:
+        return [[one] for one in self.projections(block)]
 
 
 @torch.no_grad()
@@ -235,4 +242,5 @@ def read_by_rows(source: SourceModel, matrices: Mapping[str, PlaneMatrix]) -> So
         wide.bias = module.bias
         source.model.set_submodule(name, _Gather(wide, matrix.channels))
         projections[name] = wide
-    return replace(source, projections=projections)
+    config = _OwnInputs(**{one.name: getattr(source.config, one.name) for one in fields(source.config) if one.init})
+    return replace(source, projections=projections, config=config)

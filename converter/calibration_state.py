@@ -202,8 +202,7 @@ def block_inputs(
     ``names`` that runs, and only it and those that share its input are returned."""
     if not hidden:  # this process has no micro-batches
         return {name: Rows.none(masked.projections[name]) for name in names}, []
-    groups = [[one.name for one in group if one.name in names] for group in flow.config.shared_inputs(index)]
-    sharing = [group for group in groups if not any(hasattr(masked.projections[one], "channels") for one in group)]
+    sharing = [[one.name for one in group if one.name in names] for group in flow.config.shared_inputs(index)]
     parts: dict[str, list[Rows]] = {}
     reader: dict[str, str] = {}  # projection -> the first one with the same input
     out: Hidden = []
