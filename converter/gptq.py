@@ -288,14 +288,10 @@ def fit_projections(
                 cross.addmm_(z.t(), x)
             for name in (first, *others):
                 weight = source.projections[name].weight
-                yield (
-                    name,
-                    (
-                        fit_int4(weight, moments, group, scale_dtype, cross)
-                        if fit is None
-                        else fit(name, weight, moments, cross)
-                    ),
-                )
+                if fit is None:
+                    yield name, fit_int4(weight, moments, group, scale_dtype, cross)
+                else:
+                    yield name, fit(name, weight, moments, cross)
         hidden = [flow.block(block, batch, state) for batch, state in enumerate(hidden)]
     if rounded:
         text = "int4: %d of %d weights' inputs in experts are from fewer than %d tokens: these weights are rounded, not fitted"

@@ -167,7 +167,7 @@ def measure(
     each = texts.shape[1] * source.config.vocab_size * 4
     at_once = max(1, _LARGEST_LOGITS[source.device.type] // each)
     passes = sum(1 + len(result.thresholds_at) for result in results.values()) + len(kinds) * (1 + len(results))
-    with progress.stage("Measuring", passes * few + len(texts)) as stage:
+    with progress.stage("Measuring", (passes - (few == len(texts))) * few + len(texts)) as stage:
 
         def quality(logits: Callable[[Tensor, int], Tensor], counter: Any = None) -> Quality:
             return evaluate_together(logits, texts[:few], reference_of, at_once, counter, stage.advance)
@@ -181,11 +181,13 @@ def measure(
                 own = logits.thresholds
                 for sparsity, thresholds in {target: own, **result.thresholds_at}.items():
                     logits.thresholds = thresholds
-                    found = quality(logits, logits)
                     if sparsity == default:  # by sequence, with the range of the realised sparsity
                         given: dict[str, Any] = {"reference": reference_of, "counter": logits, "advance": stage.advance}
-                        part, found = found.sparse, evaluate_text(logits, texts, ["all"], **given)["all"]
+                        found = evaluate_text(logits, texts, ["all"], **given)["all"]
                         whole = found.sparse
+                        part = whole if few == len(texts) else quality(logits).sparse
+                    else:
+                        found = quality(logits, logits)
                     figures = estimate(found.sparse, part, whole) if sparsity != default else whole
                     if sparsity == target:
                         pairs["native", target] = figures
