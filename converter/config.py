@@ -35,7 +35,8 @@ _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads
 def require_supported(model: str | os.PathLike[str]) -> None:
     """UnsupportedModelError, without torch and transformers, for a folder whose config.json states what is not supported."""
     folder = guard.find_folder(model)
-    if folder is not None:
+    # A folder without config.json is refused by `open_source`, after the other arguments.
+    if folder is not None and (folder / "config.json").is_file():
         require_stated(read_config(folder))
 
 
