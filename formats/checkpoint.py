@@ -51,6 +51,7 @@ _OF_QUANTISED = (
     *("qweight", "qzeros", "scales", "g_idx", "input_scale"),
 )
 # Small enough that copied bytes are still in the CPU's cache when they are checked.
+_MODELOPT = "hf_quant_config.json"
 _COPY_BYTES = 1 << 20
 
 
@@ -525,6 +526,11 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
             f"{guard.shown(folder)}: an MLX checkpoint, whose packed weights only MLX reads; convert "
             f"{_base_model(folder) or 'the model that it was made from'} instead"
         )
+    # Where NVIDIA ModelOpt wrote its settings before it wrote quantization_config.
+    if not is_bundle and "quantization_config" not in config and (folder / _MODELOPT).is_file():
+        settings = guard.read_json(folder, _MODELOPT, MAX_CONFIG_BYTES, error).get("quantization")
+        if isinstance(settings, dict) and settings.get("quant_algo") is not None:
+            config["quantization_config"] = {**settings, "quant_method": "modelopt"}
     # By files, not by config.json's entry, which transformers copies into a dense checkpoint saved from a bundle.
     if not is_bundle and any((folder / name).exists() for name in (MANIFEST, SIDECAR)):
         raise error(f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model")

@@ -488,6 +488,7 @@ MLX = {"quantization": {"group_size": 64, "bits": 4}}
         ({"model_type": "mistral3", "text_config": {"model_type": "gpt2"}}, "", "text model inside mistral3"),
         ({"model_type": "qwen3_vl", "text_config": {"hidden_act": "mish"}}, "", "hidden_act: expected 'silu'"),
         ({"quantization_config": {"load_in_4bit": True}}, "", "the model is quantised by bitsandbytes"),
+        ({}, "hf_quant_config.json", "the model is quantised by NVIDIA ModelOpt"),
     ],
 )
 def test_models_that_are_not_supported_are_refused_before_torch_is_imported(
@@ -496,6 +497,9 @@ def test_models_that_are_not_supported_are_refused_before_torch_is_imported(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "README.md").write_text(card)
+    if card == "hf_quant_config.json":  # beside a config.json that says nothing of it
+        settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+        (tmp_path / card).write_text(json.dumps(settings))
     code = """
 import sys, wisparse
 from wisparse.cli import convert_main, main
