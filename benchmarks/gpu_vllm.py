@@ -24,7 +24,7 @@ from shapes import LLAMA_8B
 from wisparse.formats.bundle import Bundle, ProjectionMask, sidecar_bytes
 from wisparse.formats.manifest import CalibrationRecord, Manifest, ProjectionRecipe, Recipe, SparsityLevel
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.quantization import Packed
+from wisparse.formats.packings import Packed
 from wisparse.formats.tensor_file import build_header
 from wisparse.formats.tensors import expected_tensors
 

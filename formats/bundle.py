@@ -34,7 +34,7 @@ from .manifest import (
     unread,
 )
 from .model_config import ModelConfig
-from .quantization import Packed
+from .packings import Packed
 from .tensor_file import INDEX, MAX_INDEX_BYTES, Entry, build_header, parse_tensors
 from .tensors import model_tensors
 

@@ -21,18 +21,8 @@ from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseE
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
 from .model_config import LM_HEAD, ModelConfig
-from .quantization import (
-    MXFP4,
-    Packed,
-    Packing,
-    Part,
-    Plain,
-    Transposed,
-    mxfp4_parts,
-    read_quantisation,
-    state_zero_offset,
-    widen_mxfp4,
-)
+from .packings import MXFP4, Packed, Packing, Part, Plain, Transposed, mxfp4_parts, widen_mxfp4
+from .quantization import read_quantisation, state_zero_offset
 from .tensor_file import DTYPES, INFINITY, STORED_DTYPES, Entry, TensorFile, code_of, is_finite, open_files, same_values
 from .tensors import MTP, StackedExperts, TensorSpec, model_tensors, mtp_tensors, stacked_experts
 from .weight_types import QuantizedMatrix

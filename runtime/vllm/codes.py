@@ -1,4 +1,4 @@
-"""Quantised weights in vLLM: its parameters, in the packings of ``formats.quantization``, and their layouts for products."""
+"""Quantised weights in vLLM: its parameters, in the packings of ``formats.packings``, and their layouts for products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import BundleError
-from wisparse.formats.quantization import Packed, Packing, Plain, Transposed
+from wisparse.formats.packings import Packed, Packing, Plain, Transposed
 from wisparse.formats.weight_types import QuantizedMatrix, interleaved, split_planes
 
 # Of each part of a packing: dimension of the outputs, of the inputs, and the one that is packed into words.

@@ -23,7 +23,8 @@ from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.quantization import Packing, Plain, read_packings
+from wisparse.formats.packings import Packing, Plain
+from wisparse.formats.quantization import read_packings
 from wisparse.formats.tensors import block_fields
 
 from .linear import Projections, WisparseLinearMethod

@@ -12,7 +12,7 @@ from vllm.model_executor.layers import linear
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.quantization import Packing
+from wisparse.formats.packings import Packing
 from wisparse.formats.weight_types import QuantizedMatrix, round_weight
 
 from .codes import create_parameters, device_weight, plain_weight, read_matrices
