@@ -41,6 +41,7 @@ def pods(name: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
                 "name": one["name"],
                 "image": f"{one['repository']}:{one['tag']}",
                 "args": one["vllmConfig"]["extraArgs"],
+                "env": one["env"],
                 "volumeMounts": one["extraVolumeMounts"],
                 "startupProbe": engine["startupProbe"],
             },
@@ -101,4 +102,8 @@ def test_the_image() -> None:
     for name in NAMES:
         for container, _ in pods(name):
             assert "/cache" in {one["mountPath"] for one in container["volumeMounts"]}
+            kept = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+            caches += kept.items()
+            # What a second start should find: llm-d has a volume of its own for the model, vLLM's image no cache there.
+            assert ("VLLM_CACHE_ROOT" if name == "llm-d" else "HF_HOME") in kept
     assert all(path.startswith("/cache/") for _, path in caches)

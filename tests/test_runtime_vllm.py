@@ -2,6 +2,7 @@
 WISPARSE_VLLM_PYTHON; ``.ci/exhaustive`` makes it, with vLLM's engine for CPUs."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -9,10 +10,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
 import wisparse
+from wisparse.converter import gptq
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UsageError
@@ -260,7 +264,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def ask(python: str, *arguments: str | Path, **changes: str) -> list[dict[str, Any]]:
     command = [python, str(PEER), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment(**changes))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment(**changes))
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -289,7 +293,21 @@ def some_prompts(example_model: Path, stdlib_files: dict[str, list[Path]]) -> li
     return [ids[40 * i : 40 * i + length] for i, length in enumerate(lengths)]
 
 
-_DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# Blocks of 32 tokens: the prompts alone find those that they left when they came together.
+_DRAFTS: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "block_size": 32, "disable_log_stats": False,
+}  # fmt: skip
+_CARDS: dict[str, Any] = {"tensor_parallel_size": 2}
+# Compiled: without its warm-up vLLM's engine for CPUs cannot run a second stage, of any model.
+_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "enforce_eager": False}
+
+
+def require_used(counts: dict[str, float] | None, settings: dict[str, Any]) -> None:
+    """That drafts were accepted and blocks of the prefix cache found, if they were asked for."""
+    for name in ("vllm:spec_decode_num_accepted_tokens", "vllm:prefix_cache_hits") if settings == _DRAFTS else ():
+        assert counts is not None
+        assert counts[name] > 0
 
 
 @pytest.mark.exhaustive
@@ -299,11 +317,9 @@ _DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 
         # The policy once by an argument, once by the environment.
         ({"additional_config": {"wisparse": {"prefill": "dense"}}}, {"WISPARSE_VLLM_PREFILL": "all"}, "dense", (0, 20)),
         ({}, {"WISPARSE_VLLM_PREFILL": "all"}, "all", (0, 20)),
-        # Blocks of 32 tokens: the prompts alone find those that they left when they came together.
-        ({"speculative_config": _DRAFTS, "block_size": 32, "disable_log_stats": False}, {}, "dense", (5, 10)),
-        ({"tensor_parallel_size": 2}, {}, "dense", (4, 10)),
-        # Compiled: without its warm-up vLLM's engine for CPUs cannot run a second stage, of any model.
-        ({"pipeline_parallel_size": 2, "enforce_eager": False}, {}, "dense", (4, 10)),
+        (_DRAFTS, {}, "dense", (5, 10)),
+        (_CARDS, {}, "dense", (4, 10)),
+        (_STAGES, {}, "dense", (4, 10)),
     ],
     ids=["dense", "all", "drafts and a prefix cache", "tensor parallel", "pipeline parallel, compiled"],
 )
@@ -318,9 +334,7 @@ def test_tokens_are_our_runtimes(
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
     if changes:  # it would see another policy
         assert expected != own_tokens(bundle, prompts, "all" if prefill == "dense" else "dense")
-    if "speculative_config" in settings:
-        assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
-        assert counts["vllm:prefix_cache_hits"] > 0
+    require_used(counts, settings)
 
 
 @pytest.mark.exhaustive
@@ -367,6 +381,10 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
         (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "sparsity levels, 0.5, or 0 for the dense model, found 0.4"),
         (bundle, {"additional_config": {"sparsity": 0.5}}, {}, "found the key 'sparsity'"),
+        (bundle, {"quantization_config": {"linear": "fp8_per_tensor_static"}}, {}, "weights quantised at load"),
+        (bundle, {"cpu_offload_gb": 1}, {}, "with weights in the CPU's memory"),
+        (bundle, {}, {"VLLM_BATCH_INVARIANT": "1"}, "with batch-invariant kernels"),
+        (bundle, {"reload": True}, {}, "weights cannot be loaded again into a running engine"),
     ]
     answers = ask(python, "refusals", json.dumps([(str(b), a, e) for b, a, e, _ in asked]))
     for (folder, arguments, changes, sentence), answer in zip(asked, answers, strict=True):
@@ -382,39 +400,46 @@ def test_a_bundle_is_dense_without_the_plug_in(python: str, bundle: Path, some_p
     assert found["alone"] != own_tokens(bundle, some_prompts[:4], "dense")
 
 
-def converted(example_model: Path, out: Path, weights: str, text: Path) -> Path:
-    """The example model with other weights, the quickest way."""
-    search = {"search": "fisher"} if weights == "graded" else {"search": "uniform", "method": "teal"}
-    quick = {"calibration": text, "num_samples": 2, "seq_len": 32, "progress": False}
-    return wisparse.convert(example_model, out, weights=weights, **search, **quick)
+@pytest.fixture(scope="module")
+def quantised(
+    example_model: Path, stdlib_files: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """The example model with other weights, the quickest way. Groups of 32: two cards can share its 704 channels."""
+    text, folder = stdlib_files["evaluation"][0], tmp_path_factory.mktemp("quantised")
+
+    @functools.cache
+    def convert(weights: str) -> Path:
+        search = {"search": "fisher"} if weights == "graded" else {"search": "uniform", "method": "teal"}
+        quick = {"calibration": text, "num_samples": 2, "seq_len": 32, "progress": False}
+        with mock.patch.object(gptq, "group_size", return_value=32):
+            return wisparse.convert(example_model, folder / weights, weights=weights, **search, **quick)
+
+    return convert
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "graded"])
+@pytest.mark.parametrize(
+    ("weights", "settings"),
+    [("int8", {}), ("int8", _CARDS), ("int4", _DRAFTS), ("int4", _CARDS), ("fp8", _DRAFTS), ("fp8", _CARDS),
+     ("graded", _DRAFTS), ("graded", _CARDS), ("graded", _STAGES)],
+)  # fmt: skip
 def test_tokens_of_quantised_bundles_are_our_runtimes(
-    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str,
-    some_prompts: list[list[int]],
-) -> None:  # fmt: skip
-    bundle, prompts = (
-        converted(example_model, tmp_path / "bundle", weights, stdlib_files["evaluation"][0]),
-        some_prompts[:8],
-    )
+    python: str, quantised: Callable[[str], Path], weights: str, settings: dict[str, Any], some_prompts: list[list[int]]
+) -> None:
+    """The output layer is int8 and tied in the graded bundle. The longest prompt is read in two pieces."""
+    bundle, prompts = quantised(weights), some_prompts[3:10]
     expected = own_tokens(bundle, prompts, "dense")
-    found = tokens_of(python, bundle, prompts)
+    found = tokens_of(python, bundle, prompts, settings)
+    require_used(found.pop("counts", None), settings)
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
     assert expected != own_tokens(bundle, prompts, "all")
-    if weights == "int8":  # two processes; groups of 64 do not divide half of this model's 704 channels
-        split = tokens_of(python, bundle, prompts[4:], {"tensor_parallel_size": 2})
-        assert split["together"] == split["alone"] == expected[4:]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "graded"])
-def test_a_quantised_bundle_has_our_logits_in_vllm(
-    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str
-) -> None:
+def test_a_quantised_bundle_has_our_logits_in_vllm(python: str, quantised: Callable[[str], Path], weights: str) -> None:
     # Everything is vLLM's but the product, as its engine for CPUs has none for float32 or for int8 and fp8.
-    bundle = converted(example_model, tmp_path / "bundle", weights, stdlib_files["evaluation"][0])
+    bundle = quantised(weights)
     environment = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel", "VLLM_PLUGINS": "none-at-all"}
     (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, **environment)
     assert found["method"] == "compressed-tensors"

@@ -46,11 +46,14 @@ def tokens(bundle: str, prompts: str, settings: str) -> None:
 
 
 def refusals(cases: str) -> None:
-    """Each case's error: a bundle, arguments for the engine, changes of the environment."""
+    """Each case's error: a bundle, arguments for the engine, changes of the environment. ``reload``: load weights twice."""
     for bundle, arguments, environment in json.loads(cases):
         os.environ.update(environment)
+        reload = arguments.pop("reload", False)
         try:
-            engine(bundle, **arguments)
+            llm = engine(bundle, **arguments)
+            if reload:
+                llm.collective_rpc("reload_weights")
             found = ["none", "", ""]
         except Exception as error:
             found = [type(error).__name__, str(error), error.__class__.__module__]

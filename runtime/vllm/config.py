@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers import linear
@@ -192,7 +193,7 @@ class WisparseConfig(QuantizationConfig):
         return None if by_blocks else packing
 
     def served(self, additional: Any) -> tuple[float, str, float]:
-        """Sparsity, weight type, and the share of the blocks' weights that a masked token leaves unread."""
+        """Sparsity, weight type, and the share of the blocks' weights that the masks dropped on the calibration text."""
         if self._folder is None:
             return 0.0, str((self._stored or {}).get("quant_method")), 0.0
         bundle = Bundle.open(self._folder)
@@ -201,22 +202,32 @@ class WisparseConfig(QuantizationConfig):
         weights = (
             "graded" if planes_of(chosen.masks) > 1 else min(kinds, default=bundle.config_dict.get("dtype", "native"))
         )
-        sizes = {one.name: one.num_parameters for one in bundle.config.projections()}
-        unread = sum(
-            chosen.masks[one.name].sparsity * sizes[one.name] for one in bundle.config.projections() if not one.experts
-        )
-        return chosen.sparsity, str(weights), unread / sum(sizes.values())
+        unread, size = 0.0, 0
+        for one in bundle.config.projections():
+            size += one.num_parameters
+            unread += 0.0 if one.experts else chosen.masks[one.name].sparsity * one.num_parameters
+        return chosen.sparsity, str(weights), unread / size
 
     def _prepare(self) -> MaskedRows:
         """Once in each process that builds layers."""
         if self._folder is None and not self._plain:
             raise UsageError("--quantization wisparse: expected a bundle, found a model that was not opened as one")
         current = get_current_vllm_config()
-        parallel = current.parallel_config
+        parallel, offload = current.parallel_config, current.offload_config
         reasons = {
             "LoRA adapters": current.lora_config is not None,
             "two batches that overlap (enable_dbo)": getattr(parallel, "enable_dbo", False),
             "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            # It would take our layers for unquantised ones and replace their method.
+            "weights quantised at load time (quantization_config)": getattr(self, "online_quantization_config", None),
+            "weights in the CPU's memory (cpu_offload_gb)": offload.uva.cpu_offload_gb
+            or offload.prefetch.offload_group_size,
+            # Our products differ with the number of rows.
+            "batch-invariant kernels (VLLM_BATCH_INVARIANT)": envs.VLLM_BATCH_INVARIANT,
+            # The GPU decides how many rows a request has.
+            "adaptive verification of drafts": getattr(
+                current.speculative_config, "enable_adaptive_verification", False
+            ),
         }
         what = "a bundle" if self._folder is not None else "--quantization wisparse"
         for option in (option for option, found in reasons.items() if found):
@@ -257,4 +268,5 @@ class WisparseConfig(QuantizationConfig):
             log.info(said, on, chosen.sparsity, levels, settings.prefill, ", ".join(parts))
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
         rows = max(current.scheduler_config.max_num_batched_tokens, *graphs)
+        rows += parallel.tensor_parallel_size  # to a multiple of which sequence parallelism pads a batch
         return MaskedRows(rows, prompts=settings.prefill == "all")

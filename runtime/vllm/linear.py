@@ -92,6 +92,10 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Lay the weights out channel-major, with scales and thresholds beside them."""
         of, k, count = self._of, self._in_features, len(self._widths)
+        if hasattr(layer, "wisparse_layer"):
+            raise UsageError(
+                f"{of.prefix}: with the plug-in weights cannot be loaded again into a running engine; start a new one"
+            )
         # A layer split along its inputs has a slice of them here.
         first = layer.tp_rank * k if self._split else 0
         scales, thresholds = torch.ones(count, k, dtype=torch.float32), torch.zeros(count, dtype=torch.float32)

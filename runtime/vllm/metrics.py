@@ -18,14 +18,13 @@ class MaskMetrics(StatLoggerBase):
         if not isinstance(config, WisparseConfig):
             return
         sparsity, weights, unread = config.served(vllm_config.additional_config)
+        labelled = {"sparsity": f"{sparsity:g}", "weights": weights}
+        share = (
+            "Share of the blocks' weights that the masks dropped on the calibration text; not measured while serving"
+        )
         for name, words, labels, value in (
-            (
-                "wisparse_masks",
-                "1: the plug-in runs this model",
-                {"sparsity": f"{sparsity:g}", "weights": weights},
-                1.0,
-            ),
-            ("wisparse_unread_ratio", "Share of the blocks' weights that a masked token leaves unread", {}, unread),
+            ("wisparse_masks", "1: the plug-in runs this model", labelled, 1.0),
+            ("wisparse_unread_ratio", share, {}, unread),
         ):
             known: Any = getattr(REGISTRY, "_names_to_collectors", {}).get(name)  # of another engine in this process
             gauge = known or Gauge(name, words, list(labels), multiprocess_mode="max")

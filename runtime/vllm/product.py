@@ -254,15 +254,7 @@ def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = F
         size = max(layer.widths) * layer.scales.shape[1]
         if scratch.widened is None or scratch.widened.numel() < size:
             scratch.widened = torch.empty(size, dtype=dtype, device=weight.device)
-    kind = (
-        weight.device,
-        dtype,
-        layer.codes,
-        weight.shape[1],
-        layer.scales.shape,
-        tuple(layer.widths),
-        layer.bias is None,
-    )
+    kind = layer.linear(dtype, dense=dense).shape, layer.bias is None, ahead
     if kind in _known or not weight.is_cuda:
         return
     _known.add(kind)
