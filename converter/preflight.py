@@ -173,7 +173,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         count = sum(one.in_features * one.out_features * len(one.parts) for one in config.projections())
         # Experts' planes are allocated beside transformers' parameters.
         working += count * dtype.itemsize * (2 if config.has_experts else 1)
-    untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    unties = config.tie_word_embeddings and not config.fixed_hidden
+    untied = config.vocab_size * config.hidden_size if unties else 0
     rotated_bytes = (num_in_memory + untied) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)
     if settings.rotation == "pca" and fixed:

@@ -68,7 +68,9 @@ class CalibrationRecord:
 
 @dataclass(frozen=True)
 class RotationRecord:
-    kind: str  # ``pca``: to the principal directions of the hidden states over another text, and of each head's values
+    # ``pca``: to the principal directions of the hidden states over another text, and of each head's values; ``heads``: of
+    # these alone
+    kind: str
     kl: float  # KL(source || rotated) in nats per token, both dense, in the conversion's dtype: the effect of rounding
     num_tokens: int  # of that measurement
 

@@ -254,6 +254,12 @@ class ModelConfig:
         return norms if self.has_output_norms else replace(norms, attention_output=None, mlp_output=None)
 
     @property
+    def fixed_hidden(self) -> bool:
+        """Whether weights of norms tie the hidden state to its coordinates, so that it cannot be rotated."""
+        norms = self.norms
+        return bool(norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input)
+
+    @property
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 

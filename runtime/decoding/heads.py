@@ -183,7 +183,7 @@ class HeadFiles:
         valid = isinstance(taps, list) and all(type(index) is int and 0 <= index <= blocks for index in taps)
         require(valid and len(taps) == 3, "eagle_aux_hidden_state_layer_ids", f"three of {blocks} blocks", taps)
 
-        rotated = bundle.recipe.rotation is not None
+        rotated = bundle.recipe.rotation is not None and bundle.recipe.rotation.kind != "heads"
         require(
             not rotated or bundle.rotation is not None, "bundle", "the rotation, which turns what the head reads back",
             "none", ": convert the model again, or with --rotation none",

@@ -164,7 +164,8 @@ def _print_plan(plan: Plan) -> None:
     settings, config, size = plan.settings, plan.config, plan.num_parameters
     rotation = settings.rotation + (f": {plan.not_rotated}" if plan.not_rotated else "")
     if settings.rotation != "none":
-        rotation += ": to the principal directions of what flows through them"
+        parts = "each head's values" if config.fixed_hidden else "what flows through them"
+        rotation += f": to the principal directions of {parts}"
         rotation += ", if int4 loses less there" * (settings.rotation == "auto")
     if plan.extra_embedding_bytes:
         rotation += f"; tied embeddings become two tensors, {shown_bytes(plan.extra_embedding_bytes)} more"
