@@ -57,11 +57,15 @@ SURFACE = {
 }  # fmt: skip
 # Attributes that are read by name only.
 READ = {
+    CLASS_OF_QUANT: ["online_quantization_config"],
     "v1/worker/gpu_model_runner.py": ["input_batch", "num_computed_tokens_cpu", "num_prompt_tokens"],
     "v1/worker/gpu/input_batch.py": ["num_computed_tokens_np", "num_scheduled_tokens", "idx_mapping_np"],
     "v1/worker/gpu/states.py": ["prompt_len"],
     "config/parallel.py": ["enable_dbo", "prefill_context_parallel_size", "tensor_parallel_size"],
-    "config/vllm.py": ["additional_config", "quant_config", "lora_config"],
+    "config/vllm.py": ["additional_config", "quant_config", "lora_config", "offload_config"],
+    "config/offload.py": ["cpu_offload_gb", "offload_group_size"],
+    "config/speculative.py": ["enable_adaptive_verification"],
+    "envs.py": ["VLLM_BATCH_INVARIANT"],
     "config/compilation.py": ["cudagraph_capture_sizes"],
     "config/scheduler.py": ["max_num_batched_tokens"],
     "model_executor/layers/linear.py": ["tp_rank"],

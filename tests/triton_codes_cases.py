@@ -20,7 +20,7 @@ from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized, widen
 from wisparse.runtime.cuda.eager import project
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
-from wisparse.runtime.vllm.product import Layer, Placed, of_codes, reserve
+from wisparse.runtime.vllm.product import Layer, Placed, fused_products, of_codes, product_of, reserve
 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Kind, channels that share a scale (None: all), zero points.
@@ -128,6 +128,17 @@ def test_products_of_the_plug_in_for_vllm(kind, group, zero_points, count):
     reserve(layer, x.dtype, Placed(dense=False))
     assert_close(of_codes(x, layer, masked, dense=False), expected, torch.float32)
     assert_close(of_codes(x, layer, masked, dense=True), dense, torch.float32)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_scratch_memory_of_the_plug_in_for_vllm(ready):
+    """It is reserved for every product of a layer whose input a compiler masks, and of the same layer run eagerly."""
+    weight, scales = torch.zeros(64, 704, dtype=torch.bfloat16, device=DEVICE), torch.ones(1, 704, device=DEVICE)
+    layer = Layer(weight.t().contiguous().t(), None, scales, torch.ones(1, device=DEVICE), [64])
+    reserved = list(fused_products(layer, weight.dtype, Placed(dense=False)))
+    products = [product_of(layer, weight.dtype, count, ready=ready) for count in range(1, 33)]
+    assert all(product in reserved for product in products if product.fused)
+    assert sum(product.fused for product in products) == (2 if ready else 8)
 
 
 @pytest.mark.parametrize(("kind", "group", "zero_points"), [("graded", 32, False), ("int8", None, False)])

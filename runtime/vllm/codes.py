@@ -63,7 +63,9 @@ def create_parameters(
         if part == "input_scale" or (part in _OF_GROUPS and getattr(packing, "per_tensor", False)):
             made = parameter.PerTensorScaleParameter(**given | {"data": data.new_zeros(len(widths))})
         elif part == "g_idx":
-            given["data"] = torch.arange(k, dtype=torch.int32) // (packing.group or k)
+            # As a checkpoint states it, for all cards. Some leave it out, and vLLM 0.32 does not load it.
+            first = layer.tp_rank * k if split else 0
+            given["data"] = torch.arange(first, first + k, dtype=torch.int32) // (packing.group or k)
             made = parameter.RowvLLMParameter(input_dim=0, **given)
         elif output is None:
             made = parameter.BasevLLMParameter(**given)

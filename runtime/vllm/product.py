@@ -152,9 +152,10 @@ torch.library.register_fake(
 
 
 def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> Tensor:
-    """x (M, K) with dropped channels at zero; scale: (K,), threshold: (), masked: as for `masked_linear`."""
-    limit = threshold * masked.narrow(0, 0, x.shape[0])
-    return torch.where(keep_mask(x, scale, limit[:, None]), x, x.new_zeros(()))
+    """x (..., K) with dropped channels at zero; scale: (K,), threshold: (), masked: as for `masked_linear`."""
+    rows = x.flatten(0, -2)  # vLLM's models of transformers' classes have a batch's tokens in a second dimension
+    limit = threshold * masked.narrow(0, 0, rows.shape[0])
+    return torch.where(keep_mask(rows, scale, limit[:, None]), rows, x.new_zeros(())).view(x.shape)
 
 
 def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
@@ -227,28 +228,37 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(3, len(os.sched_getaffinity(0))), "wisparse-compile")
 
 
+def fused_products(layer: Layer, dtype: torch.dtype, placed: Placed) -> Iterator[Product]:
+    """All products of `masked_linear` that use scratch memory. Its input is not masked ahead where nothing is compiled."""
+    from wisparse.kernels.gpu.products import PLUGIN_ROWS
+
+    codes, dense = layer.code_scales is not None, placed.dense
+    most = PLUGIN_ROWS if not codes else CODE_ROWS if placed.many is not None else 2 * CODE_ROWS
+    for rows in range(1, most + 1):
+        for whole in {dense, codes and (dense or rows > CODE_ROWS)}:
+            yield product_of(layer, dtype, rows, dense=whole)
+
+
 def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = False) -> None:
     """Before the first batch: allocate the scratch memory, whose address graphs capture, and compile the layer's kernels
     in threads, unless a layer like it came before. ``ahead``: its inputs are masked by `mask_ahead`."""
     weight, codes, dense = layer.weight, layer.code_scales is not None, placed.dense
     if not codes and (dense or not (weight.is_cuda and dtype in HALF)):
         return
-    from wisparse.kernels.gpu.products import MASKED_ROWS, PLUGIN_ROWS
+    from wisparse.kernels.gpu.products import MASKED_ROWS
 
     # The products in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel.
     sizes = [1, 2, 4, 8, 16, 32, 64, MASKED_ROWS, MASKED_ROWS + 1]
-    fused, scratch = PLUGIN_ROWS, scratch_of(weight.device, dtype)
+    scratch = scratch_of(weight.device, dtype)
     if codes:
         sizes = [rows for rows in sizes if placed.many is None or rows <= CODE_ROWS]
         if sum(layer.widths) > _WIDE:
             sizes = [rows for rows in sizes if rows <= MASKED_ROWS]
-        fused = CODE_ROWS if placed.many is not None else 2 * CODE_ROWS
     wanted = [(rows, dense) for rows in sizes]
     if codes and not dense:  # batches of prompts
         wanted += [(rows, True) for rows in sizes if rows > CODE_ROWS]
-    for rows in range(1, fused + 1):
-        for whole in {dense, codes and (dense or rows > CODE_ROWS)}:
-            scratch.reserve(product_of(layer, dtype, rows, ready=ahead, dense=whole))
+    for product in fused_products(layer, dtype, placed):
+        scratch.reserve(product)
     products = [(product_of(layer, dtype, rows, ready=ahead, dense=whole), whole) for rows, whole in wanted]
     if codes and any(product.kernel == "cuBLAS" for product, _ in products):
         size = max(layer.widths) * layer.scales.shape[1]
