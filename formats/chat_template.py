@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import itertools
 import json
 import os
@@ -33,6 +34,7 @@ _TRIAL_SECONDS, _TRIAL_BYTES = 2, 1 << 30
 _TRIAL_TIMEOUT = 60
 _PROBE = "wisparse"  # content of messages by which a template is examined
 _TRIAL_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
+_passed: set[bytes] = set()  # digests of the templates, with their variables, that passed the check in this process
 _TRIAL = "import sys; sys.path[:] = {path!r}; from wisparse.formats.chat_template import _run_trial; _run_trial()"
 
 
@@ -88,7 +90,7 @@ def special_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, A
 
 class ChatTemplate:
     """A template's Jinja source, and its variables beside the messages (``bos_token``, ``eos_token``, …). A child process
-    checks it in the background; the first rendering, or :meth:`check`, waits for the result."""
+    checks it in the background, once for all of its loads; the first rendering, or :meth:`check`, waits for the result."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         if len(source) > _MAX_SOURCE:
@@ -97,36 +99,17 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._template: Template | None = None
         self._forms: dict[str, tuple[bool, bool]] = {}  # see `_takes`
-        with tempfile.TemporaryFile() as given:
-            given.write(json.dumps([source, self._variables]).encode())
-            given.seek(0)
-            self._trial = subprocess.Popen(
-                [sys.executable, "-I", "-c", _TRIAL.format(path=[os.path.abspath(entry) for entry in sys.path])],
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _TRIAL_ENVIRONMENT if name in os.environ},
-                start_new_session=True,  # Ctrl-C is for this process
-            )
+        given = json.dumps([source, self._variables]).encode()
+        self._digest = hashlib.sha256(given).digest()
+        self._trial = None if self._digest in _passed else _start_trial(given)
 
     def check(self) -> Template:
         """Wait for the check; BundleError if the template does not compile, or exceeds a limit of time or memory."""
         with self._lock:
             if self._template is None:
-                try:
-                    output, _ = self._trial.communicate(timeout=_TRIAL_TIMEOUT)
-                except subprocess.TimeoutExpired:
-                    self._trial.kill()
-                    output, _ = self._trial.communicate()
-                reason, code = output.decode(errors="replace").strip(), self._trial.returncode
-                end = "for a message of two letters; convert again without it"
-                if code in (-signal.SIGXCPU, -signal.SIGKILL):
-                    raise BundleError(f"the chat template takes more than {_TRIAL_SECONDS} seconds {end}")
-                if code:
-                    most = f"{_TRIAL_BYTES >> 20:,} MB of memory,"
-                    raise BundleError(f"the chat template crashes, or needs more than {most} {end}")
-                if reason:
-                    raise BundleError(f"the chat template is no valid Jinja: {reason}; convert again without it")
+                if self._trial is not None:
+                    _wait_for(self._trial)
+                    _passed.add(self._digest)
                 self._template = _compile(self.source, self._variables)
             return self._template
 
@@ -218,6 +201,36 @@ def _length(value: Any) -> int:
     if value is not None and not isinstance(value, (bool, int, float)) and not hasattr(value, "item"):
         raise UsageError(f"messages: expected texts, numbers, lists and mappings, found {type(value).__name__}")
     return 8
+
+
+def _start_trial(given: bytes) -> subprocess.Popen[bytes]:
+    with tempfile.TemporaryFile() as file:
+        file.write(given)
+        file.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _TRIAL.format(path=[os.path.abspath(entry) for entry in sys.path])],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _TRIAL_ENVIRONMENT if name in os.environ},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+
+
+def _wait_for(trial: subprocess.Popen[bytes]) -> None:
+    try:
+        output, _ = trial.communicate(timeout=_TRIAL_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        trial.kill()
+        output, _ = trial.communicate()
+    reason, code = output.decode(errors="replace").strip(), trial.returncode
+    end = "for a message of two letters; convert again without it"
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise BundleError(f"the chat template takes more than {_TRIAL_SECONDS} seconds {end}")
+    if code:
+        raise BundleError(f"the chat template crashes, or needs more than {_TRIAL_BYTES >> 20:,} MB of memory, {end}")
+    if reason:
+        raise BundleError(f"the chat template is no valid Jinja: {reason}; convert again without it")
 
 
 def _run_trial() -> None:

@@ -450,67 +450,77 @@ def test_what_the_terminal_cannot_show_is_spelled_out(places: dict[str, str], mo
 MLX = {"quantization": {"group_size": 64, "bits": 4}}
 
 
-@pytest.mark.parametrize(
-    ("config", "card", "words"),
-    [
-        ({"model_type": "gemma3n_text"}, "", "the nearest known ones are gemma3_text"),
-        ({"model_type": "mamba2", "time_step_limit": [0.0, math.inf]}, "", "is a recurrent or state-space model"),
-        ({"model_type": None}, "", "model_type: expected a known one (docs/models.md), found None"),
-        (MLX, "---\nbase_model: Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
-        (MLX, "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
-        (MLX, "no front matter", "convert the model that it was made from"),
-        ({"hidden_act": "relu"}, "", "hidden_act: expected 'silu' or 'gelu_pytorch_tanh', found 'relu'"),
-        ({"hidden_size": "64"}, "", "hidden_size: expected a number, found '64'"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "", "rotary scaling: expected one of default"),
-        (
-            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "xpos"}}},
-            "",
-            "rotary scaling: expected one of default",
-        ),
-        (
-            {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
-            "",
-            "layer_types: expected sliding_attention or full_attention, found 'chunked_attention'",
-        ),
-        (
-            {"model_type": "nemotron_h", "layers_block_type": ["mlp", "moe"]},
-            "",
-            "layers_block_type: expected linear_attention or full_attention or mlp, found 'moe'",
-        ),
-        (
-            {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*E"},
-            "",
-            "hybrid_override_pattern: expected M, * and -: experts of this family are not known here, found 'MEM*E'",
-        ),
-        ({"model_type": "olmoe", "clip_qkv": 8.0}, "", "clip_qkv: expected null or false"),
-        ({"model_type": "mixtral", "scoring_func": "cosine"}, "", "scoring_func: expected nothing: such a router"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "", "is an encoder"),
-        ({"model_type": "mistral3", "text_config": {"model_type": "gpt2"}}, "", "text model inside mistral3"),
-        ({"model_type": "qwen3_vl", "text_config": {"hidden_act": "mish"}}, "", "hidden_act: expected 'silu'"),
-        ({"quantization_config": {"load_in_4bit": True}}, "", "the model is quantised by bitsandbytes"),
-        ({}, "hf_quant_config.json", "the model is quantised by NVIDIA ModelOpt"),
-    ],
-)
-def test_models_that_are_not_supported_are_refused_before_torch_is_imported(
-    tmp_path: Path, config: dict[str, object], card: str, words: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    (tmp_path / "model.safetensors").touch()
-    (tmp_path / "README.md").write_text(card)
-    if card == "hf_quant_config.json":  # beside a config.json that says nothing of it
-        settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
-        (tmp_path / card).write_text(json.dumps(settings))
-    code = """
+REFUSED: list[tuple[dict[str, object], str, str]] = [
+    ({"model_type": "gemma3n_text"}, "", "the nearest known ones are gemma3_text"),
+    ({"model_type": "mamba2", "time_step_limit": [0.0, math.inf]}, "", "is a recurrent or state-space model"),
+    ({"model_type": None}, "", "model_type: expected a known one (docs/models.md), found None"),
+    (MLX, "---\nbase_model: Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
+    (MLX, "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
+    (MLX, "no front matter", "convert the model that it was made from"),
+    ({"hidden_act": "relu"}, "", "hidden_act: expected 'silu' or 'gelu_pytorch_tanh', found 'relu'"),
+    ({"hidden_size": "64"}, "", "hidden_size: expected a number, found '64'"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "", "rotary scaling: expected one of default"),
+    (
+        {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "xpos"}}},
+        "",
+        "rotary scaling: expected one of default",
+    ),
+    (
+        {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+        "",
+        "layer_types: expected sliding_attention or full_attention, found 'chunked_attention'",
+    ),
+    (
+        {"model_type": "nemotron_h", "layers_block_type": ["mlp", "moe"]},
+        "",
+        "layers_block_type: expected linear_attention or full_attention or mlp, found 'moe'",
+    ),
+    (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "MEM*E"},
+        "",
+        "hybrid_override_pattern: expected M, * and -: experts of this family are not known here, found 'MEM*E'",
+    ),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, "", "clip_qkv: expected null or false"),
+    ({"model_type": "mixtral", "scoring_func": "cosine"}, "", "scoring_func: expected nothing: such a router"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "", "is an encoder"),
+    ({"model_type": "mistral3", "text_config": {"model_type": "gpt2"}}, "", "text model inside mistral3"),
+    ({"model_type": "qwen3_vl", "text_config": {"hidden_act": "mish"}}, "", "hidden_act: expected 'silu'"),
+    ({"quantization_config": {"load_in_4bit": True}}, "", "the model is quantised by bitsandbytes"),
+    ({}, "hf_quant_config.json", "the model is quantised by NVIDIA ModelOpt"),
+]
+_REFUSE = """
 import sys, wisparse
 from wisparse.cli import convert_main, main
-model = sys.argv[1]
-for program, arguments in (convert_main, [model]), (convert_main, [model, "--dry-run"]), (main, ["advise", model]):
-    try: program(arguments)
-    except SystemExit as ended: print(ended.code)
-try: wisparse.convert(model)
-except wisparse.UnsupportedModelError: print("refused")
-print({"torch", "transformers", "numba"} & sys.modules.keys())
+for model in sys.argv[1:]:
+    for program, arguments in (convert_main, [model]), (convert_main, [model, "--dry-run"]), (main, ["advise", model]):
+        try: program(arguments)
+        except SystemExit as ended: print(ended.code)
+    try: wisparse.convert(model)
+    except wisparse.UnsupportedModelError: print("refused")
+    print({"torch", "transformers", "numba"} & sys.modules.keys())
+    for stream in sys.stdout, sys.stderr: print(end="\f", file=stream, flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["3", "3", "3", "refused", "set()"], done.stderr
-    assert " ".join(done.stderr.split()).count(words) == 3
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """Standard output and error for each of REFUSED, by one process."""
+    folders = [tmp_path_factory.mktemp("refused") for _ in REFUSED]
+    for folder, (config, card, _) in zip(folders, REFUSED, strict=True):
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+        (folder / "model.safetensors").touch()
+        (folder / "README.md").write_text(card)
+        if card == "hf_quant_config.json":  # beside a config.json that says nothing of it
+            settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+            (folder / card).write_text(json.dumps(settings))
+    done = subprocess.run([sys.executable, "-c", _REFUSE, *folders], capture_output=True, text=True, timeout=120)
+    return list(zip(done.stdout.split("\f"), done.stderr.split("\f"), strict=True))
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)), ids=[words for *_, words in REFUSED])
+def test_models_that_are_not_supported_are_refused_before_torch_is_imported(
+    index: int, refusals: list[tuple[str, str]]
+) -> None:
+    out, err = refusals[index]
+    assert out.split() == ["3", "3", "3", "refused", "set()"], err
+    assert " ".join(err.split()).count(REFUSED[index][2]) == 3

@@ -304,7 +304,7 @@ def test_a_finished_bundle_is_taken_unless_it_is_of_something_else(
     change: str, model: Path, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     interrupt("wisparse.converter.pipeline.remove_state", model, out)
-    changed = FAST | ({"dtype": "float16"} if change == "settings" else {})
+    changed = FAST | ({"dtype": "bfloat16"} if change == "settings" else {})
     if change == "weights":
         zero_a_tenth_of_the_weights(model)
     elif change == "licence":

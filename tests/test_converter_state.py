@@ -253,7 +253,10 @@ def test_variables_that_contradict_each_other_are_ignored_in_a_sentence(name: st
 
 @pytest.mark.parametrize(
     ("search", "options"),
-    [("refine", "--num-samples 25"), ("paper", "--num-samples 4 --num-generations 2 --num-offspring 5")],
+    [
+        ("refine", "--num-samples 25"),
+        pytest.param("paper", "--num-samples 4 --num-generations 2 --num-offspring 5", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_three_processes_write_the_bytes_of_one(
     search: str, options: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ CASES = [
     for search in ("uniform", "refine")
 ]
 QUICK = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
+pytestmark = pytest.mark.usefixtures("quick_conversion")
 
 # An interpreted token takes seconds, a compiled one none.
 INTERPRETED = not torch.cuda.is_available()
@@ -133,12 +134,13 @@ def test_a_wrapper_is_converted_as_text(name: str, bundles: Bundles, run: Callab
     assert set(opened.checkpoint.tensors) == set(expected_tensors(opened.config))
 
 
-# A family that has the operation. Every executor runs it as transformers does, or refuses it by name.
+# A family that has the operation, as few as hold them all. Every executor runs it as transformers does, or refuses it by
+# name.
 OPERATIONS: dict[type[block_ops.Op], str] = {
     **dict.fromkeys(
-        (block_ops.Norm, block_ops.Linear, block_ops.Attention, block_ops.Activate, block_ops.Add), "gemma2"
+        (block_ops.Norm, block_ops.Linear, block_ops.Attention, block_ops.Activate, block_ops.Add), "gemma4-small"
     ),
-    block_ops.DeltaNet: "qwen3.5",
+    block_ops.DeltaNet: "qwen3.5-moe",
     block_ops.ShortConv: "lfm2",
     **dict.fromkeys((block_ops.LatentQuery, block_ops.LatentKeys, block_ops.LatentValues), "glm4-moe-lite"),
     block_ops.Mamba2: "granite-hybrid",
@@ -146,7 +148,7 @@ OPERATIONS: dict[type[block_ops.Op], str] = {
     block_ops.Experts: "qwen3.5-moe",
     block_ops.Sum: "gemma4-moe",
     block_ops.PerLayer: "gemma4-small",
-    block_ops.Scale: "gemma4",
+    block_ops.Scale: "gemma4-small",
 }
 
 
@@ -187,9 +189,10 @@ RUNS: list[Any] = [
     (name, executor) for name in dict.fromkeys(OPERATIONS.values()) for executor in ("numba", "triton", "onnx")
 ]
 RUNS += [
-    pytest.param(name, "triton", marks=pytest.mark.exhaustive)
+    pytest.param(name, executor, marks=pytest.mark.exhaustive)
     for name in (*PLAIN, *ROUTED)
     if name not in OPERATIONS.values()
+    for executor in (("numba", "triton", "onnx") if name in ("gemma2", "qwen3.5", "gemma4") else ("triton",))
 ]
 
 
