@@ -38,6 +38,7 @@ class ExpertProjection(nn.Module):
         super().__init__()
         self._experts, self._role = (experts,), role  # in a tuple, so that it is not registered as a submodule
         self.plane_weight, self.planes = plane_weight, planes  # (E, N, planes * K)
+        self._stored = role if hasattr(experts, role) else "gate_up_proj"
         self.routing, self.num_experts, self.chosen = None, len(self.weight), chosen
         self.out_features, self.in_features = self.weight.shape[1:]
 
@@ -45,11 +46,11 @@ class ExpertProjection(nn.Module):
 
     def part(self, parameter: Callable[[str], Tensor]) -> Tensor:
         """The weight as a view; ``parameter`` maps names to transformers' parameters."""
-        down = self._role == "down_proj"
-        weight, second = parameter("down_proj" if down else "gate_up_proj"), int(self._role == "up_proj")
+        weight, second = parameter(self._stored), int(self._role == "up_proj")
+        alone = self._stored == self._role
         if hasattr(self.experts, "down_proj_bias"):  # gpt-oss: transposed, with gate and up interleaved
-            return (weight if down else weight[..., second::2]).transpose(1, 2)
-        return weight if down else weight.chunk(2, dim=1)[second]
+            return (weight if alone else weight[..., second::2]).transpose(1, 2)
+        return weight if alone else weight.chunk(2, dim=1)[second]
 
     @property
     def weight(self) -> Tensor:
@@ -83,7 +84,7 @@ def find_experts(model: Any, config: ModelConfig) -> dict[str, ExpertProjection]
     modules: dict[str, Any] = dict(model.named_modules())
     for projection in config.projections():
         experts: Any = modules.get(projection.name.rpartition(".")[0])
-        if not projection.experts or not hasattr(experts, "gate_up_proj"):
+        if not projection.experts or not hasattr(experts, "down_proj"):
             continue
         known = vars(experts).setdefault("_wisparse_projections", {})
         if projection.role not in known:
@@ -112,24 +113,25 @@ class Release:
 def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Forward of transformers' experts: hidden (T, H), the chosen experts and their weights, (T, k) each."""
     modules: Mapping[str, ExpertProjection] = experts._wisparse_projections
-    gate_proj, up_proj, down_proj = (modules[role] for role in ("gate_proj", "up_proj", "down_proj"))
+    first, *_ = inputs = [module for role, module in modules.items() if role != "down_proj"]  # gate and up, or up
+    down_proj = modules["down_proj"]
     top_k, flat = chosen.shape[1], chosen.flatten()
     order = flat.argsort(stable=True)
     sorted_experts = flat[order]
-    all_experts = torch.arange(gate_proj.num_experts, device=flat.device)
+    all_experts = torch.arange(first.num_experts, device=flat.device)
     ends = torch.searchsorted(sorted_experts, all_experts, right=True, out_int32=True)
     routing = Routing(order // top_k, sorted_experts, ends)
     for module in modules.values():
         module.routing = routing
     # Only permutations and sums, whose gradients are deterministic on a GPU.
     x = hidden[:, None].expand(-1, top_k, -1).flatten(0, 1)[order]
-    if gate_proj.planes > 1:
-        x = x.repeat(1, gate_proj.planes)
-    gate, up = gate_proj(x), up_proj(x)
-    if gate_proj.bias is None:
-        activation = experts.act_fn(gate) * up
-    else:  # gpt-oss's takes gate and up interleaved
-        activation = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+    if first.planes > 1:
+        x = x.repeat(1, first.planes)
+    gate, *up = (module(x) for module in inputs)
+    if first.bias is not None:  # gpt-oss's takes gate and up interleaved
+        activation = experts._apply_gate(torch.stack((gate, *up), dim=-1).flatten(-2))
+    else:
+        activation = experts.act_fn(gate) * up[0] if up else experts.act_fn(gate)
     if down_proj.planes > 1:
         activation = activation.repeat(1, down_proj.planes)
     y = down_proj(activation) * weights.flatten()[order, None]

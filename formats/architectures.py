@@ -79,14 +79,14 @@ class ExpertsLayout:
     # block's kind, ``dense`` or ``sparse``; the number of first blocks; or every so many from one block to another.
     dense_blocks: DenseBlocks | None = None
     module: str = "mlp"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # of those of ``gate_up`` and of down
     router: str = "gate"
     biases: bool = False  # of the router and the experts
     # Config key that puts experts beside the dense MLP. Each has its own input and output norm; the router has an
     # input norm, and its top-k weights are multiplied by a learned scale per expert.
     parallel_mlp: str | None = None
     # How files stack a block's experts. None: one tensor per expert, or ``rows``. ``rows``: (E, 2 I, H), gates before
-    # ups, and (E, H, I). ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H).
+    # ups, or (E, I, H) without gates, and (E, H, I). ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H).
     stacked: Literal["rows", "interleaved"] | None = None
     stacked_names: tuple[str, str] | None = None  # of these tensors in ``module``; None: transformers' names
 
@@ -139,7 +139,8 @@ class Architecture:
     recurrent: str | None = None  # key of ``MIXERS``
     # The recurrent blocks are Mamba-2: config keys of heads, groups, head_dim, state_dim, taps, conv_bias, bias; or none.
     mamba2: tuple[str, ...] = ()
-    # A block is one half: attention, a recurrent mixer, or, of the kind ``mlp``, an MLP. ``layers_block_type`` has the kinds.
+    # A block is one half: attention, a recurrent mixer, or, of the kinds ``mlp`` and ``moe``, an MLP or experts.
+    # ``layers_block_type`` has the kinds.
     one_half: bool = False
     # A DeltaNet's projections are ``in_proj_qkvz`` and ``in_proj_ba``, in which the rows of a key head stand together.
     interleaved_delta: bool = False
@@ -435,7 +436,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         wide_norms=True,
         modules={
             role: f"mixer.{role}"
-            for role in ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj")
+            for role in (*_QKV[0], "o_proj", "in_proj", "out_proj", "up_proj", "down_proj", "experts")
         },
         mlp_bias="mlp_bias",
         activation="mlp_hidden_act",
@@ -443,7 +444,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         mamba2=_MAMBA,
         one_half=True,
         unrotated="all",
-        without=("tie_word_embeddings",),  # transformers ties nothing
+        without=("tie_word_embeddings", "moe_latent_size"),  # transformers ties nothing
+        experts=ExpertsLayout(
+            **{
+                **_DEEPSEEK,
+                "choice_bias": "mixer.gate.e_score_correction_bias",
+                "shared_size": "moe_shared_expert_intermediate_size",
+                "shared_count": None,  # transformers reads no ``n_shared_experts``
+            },
+            dense_blocks="mlp_layer_types",  # made of ``layers_block_type``
+            module="mixer",
+            names=("up_proj", "down_proj"),
+        ),
     ),
     "glm": Architecture("GlmForCausalLM", **_GLM),
     "glm4": Architecture(

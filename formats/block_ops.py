@@ -105,6 +105,11 @@ class Experts(Op):
 
 
 @dataclass(frozen=True)
+class UngatedExperts(Experts):
+    """Experts whose MLPs have no gate."""
+
+
+@dataclass(frozen=True)
 class Sum(Op):
     """The sum of its inputs."""
 
@@ -180,7 +185,8 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     elif not spec.experts.parallel_mlp:
         n = norm(HIDDEN, "mlp_input", "mlp_input")
         found.append(Router((n,), "routing", normed=False))
-        found.append(Experts((n, "routing"), "experts", tuple(one for group in groups for one in group)))
+        kind = Experts if arch.gated else UngatedExperts
+        found.append(kind((n, "routing"), "experts", tuple(one for group in groups for one in group)))
         add("experts", "mlp_output")
     else:  # a dense MLP beside the experts
         routed = tuple(one for _ in range(2) for one in next(groups))
@@ -209,6 +215,7 @@ NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     Mamba2: ("Mamba-2 blocks", frozenset({"onnx", "vllm"})),
     UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
+    UngatedExperts: ("experts without a gate", frozenset({"onnx", "vllm"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),
 }
 

@@ -25,7 +25,10 @@ from .rope_config import RopeConfig, read_rope
 
 LM_HEAD = "lm_head.weight"
 LARGEST_NUM_BLOCKS = 10_000
-LEGACY_KINDS = ("mamba", "attention")  # spellings of blocks' kinds that transformers replaces
+# Kinds of blocks -> their older names, which transformers replaces.
+_OLDER_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+_MLP_KINDS = ("mlp", "moe")  # of blocks without a mixer
+_LETTERS = "M*-E"  # of a pattern of blocks: the same kinds
 _MOST_EXPERTS = 1 << 17  # in all blocks
 # Config keys of unsupported kinds of routers.
 _GROUPED = ("n_group", "topk_group")
@@ -359,7 +362,6 @@ class ModelConfig:
             for role, inputs, rows, bias in sizes:
                 name = arch.modules.get(role, f"{part}.{role}")
                 yield Projection(f"model.layers.{index}.{name}", index, role, inputs, rows, bias)
-            mlp = f"model.layers.{index}.mlp."
             experts = self.blocks[index].experts
             if experts is None or arch.experts is None:
                 for role in (*arch.gate_up, "down_proj") if self.blocks[index].has_mlp else ():
@@ -368,20 +370,20 @@ class ModelConfig:
                     inputs = inner if role == "down_proj" else hidden
                     yield Projection(name, index, role, inputs, rows, self.mlp_bias)
                 continue
-            roles = ("gate_proj", "up_proj", "down_proj")
+            roles = (*arch.gate_up, "down_proj")
             for role, stored in zip(roles, arch.experts.names, strict=True):
                 shape = (
                     (experts.intermediate_size, hidden) if role == "down_proj" else (hidden, experts.intermediate_size)
                 )
-                module = f"model.layers.{index}." if experts.parallel_mlp else mlp
-                folder = module if experts.parallel_mlp else f"model.layers.{index}.{arch.experts.module}."
+                module = f"model.layers.{index}."
+                folder = module if experts.parallel_mlp else f"{module}{arch.experts.module}."
                 parts = tuple(f"{folder}experts.{expert}.{stored}" for expert in range(experts.count))
-                module = module if experts.parallel_mlp else f"model.layers.{index}."
                 name = f"{module}{'experts' if experts.parallel_mlp else arch.modules.get('experts', 'mlp.experts')}.{role}"
                 yield Projection(name, index, role, *shape, arch.experts.biases, experts.count, experts.chosen, parts)
             for role in roles if experts.shared_size else ():
                 shape = (experts.shared_size, hidden) if role == "down_proj" else (hidden, experts.shared_size)
-                name = mlp + role if experts.parallel_mlp else f"{mlp}{arch.experts.shared_module}.{role}"
+                name = role if experts.parallel_mlp else f"{arch.experts.shared_module}.{role}"
+                name = f"model.layers.{index}.{arch.experts.module}.{name}"
                 yield Projection(name, index, f"shared_{role}", *shape, self.mlp_bias)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
@@ -393,7 +395,7 @@ class ModelConfig:
             "out_proj",
             self.architecture.gate_up[0],
             "down_proj",
-            "shared_gate_proj",
+            f"shared_{self.architecture.gate_up[0]}",
             "shared_down_proj",
         )
         for projection in self.projections(block):
@@ -411,7 +413,8 @@ class ModelConfig:
         arch = ARCHITECTURES[model_type]
         if arch.one_half:
             kinds = listed(config, "layers_block_type", len(config.get("layers_block_type") or [0]))
-            config = {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+            mlps = ["sparse" if kind == "moe" else "dense" for kind in kinds]
+            config = {**config, "layer_types": kinds, "num_hidden_layers": len(kinds), "mlp_layer_types": mlps}
 
         def power(value: Power | None, default: float = 1.0) -> float:
             return default if value is None else number(config, value[0]) ** value[1]
@@ -444,10 +447,9 @@ class ModelConfig:
             rotated_dim, scale = latent.rotary_dim, (latent.key_dim + latent.rotary_dim) ** -0.5
             head_dim, num_kv_heads = latent.rank + latent.rotary_dim, 1
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
-        if arch.experts is not None and (
-            arch.experts.parallel_mlp is None or switch(config, arch.experts.parallel_mlp)
-        ):
-            blocks = _with_experts(config, arch.experts, blocks)
+        layout = None if arch.one_half and "moe" not in config["layer_types"] else arch.experts
+        if layout is not None and (layout.parallel_mlp is None or switch(config, layout.parallel_mlp)):
+            blocks = _with_experts(config, layout, blocks)
             narrow = not any(block.wide_mlp for block in blocks)
             require(narrow, str(arch.wide_mlp), "false where blocks have experts", True)
         per_layer_size = read_count(config, arch.per_layer)
@@ -540,15 +542,16 @@ def require_values(config: Mapping[str, Any], model_type: str, complete: bool = 
     if named is not None and (complete or config.get(named) is not None):
         known = isinstance(config.get(named), str) and config[named] in arch.activations
         require(known, named, " or ".join(map(repr, arch.activations)), config.get(named))
-    key, last = ("layers_block_type", "mlp") if arch.one_half else ("layer_types", "full_attention")
-    kinds, other = config.get(key), arch.recurrent or "sliding_attention"
-    for kind in kinds if arch.layer_types and isinstance(kinds, list) else ():
-        known = kind in (other, "full_attention", last) or (not complete and kind in LEGACY_KINDS)
-        require(known, key, " or ".join(dict.fromkeys((other, "full_attention", last))), kind)
-    if arch.one_half:
-        pattern = str(config.get("hybrid_override_pattern"))
-        wanted = "M, * and -: experts of this family are not known here"
-        require("E" not in pattern, "hybrid_override_pattern", wanted, pattern)
+    key, alone = ("layers_block_type", _MLP_KINDS) if arch.one_half else ("layer_types", ())
+    names = [arch.recurrent or "sliding_attention", "full_attention", *alone]
+    kinds: Any = config.get(key) if arch.layer_types and isinstance(config.get(key), list) else []
+    older = not complete and any(kind in _OLDER_KINDS.values() for kind in kinds)
+    spelled = [_OLDER_KINDS.get(name, name) for name in names] if older else names
+    for kind in kinds:
+        require(kind in names or kind in spelled, key, " or ".join(spelled), kind)
+    if arch.one_half and not kinds and (pattern := config.get("hybrid_override_pattern")) is not None:
+        unknown = "".join(letter for letter in dict.fromkeys(str(pattern)) if letter not in _LETTERS)
+        require(not unknown, "hybrid_override_pattern", f"the letters {', '.join(_LETTERS)}", unknown)
     layout = arch.experts
     if layout is not None and (layout.parallel_mlp is None or switch(config, layout.parallel_mlp)):
         for key in _NOT_ROUTERS:
@@ -581,7 +584,7 @@ def _blocks(
         own = window if kind == other and not arch.recurrent else None
         rotary: int | None = 1 if arch.local_rope and own is not None else at
         mixer: Mixer | None = "mamba2" if arch.mamba2 and kind == other else MIXERS.get(kind, "attention")
-        mixer, mlp = (None if kind == "mlp" else mixer), kind == "mlp" or not arch.one_half
+        mixer, mlp = (None if kind in _MLP_KINDS else mixer), kind in _MLP_KINDS or not arch.one_half
         rotary = rotary if has_rotary else None
         blocks.append(Block(own, rotary, head_dim, num_kv_heads, mixer, mlp, arch.latent, arch.latent))
     if arch.full_heads:

@@ -149,8 +149,10 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
     interleaved = arch.experts is not None and arch.experts.stacked == "interleaved"
     for one in projections:
         yield from before.get(one.role, ())
-        down, position = one.role == "down_proj", int(one.role == "up_proj")
-        name, each = one.name if down else f"{one.name.rpartition('.')[0]}.gate_up_proj", 1 if down else 2
+        down = one.role == "down_proj"
+        alone = down or not arch.gated
+        position, each = (0, 1) if alone else (int(one.role == "up_proj"), 2)
+        name = one.name if alone else f"{one.name.rpartition('.')[0]}.gate_up_proj"
         if arch.experts is not None and arch.experts.stacked_names is not None:
             name = f"{prefix}{arch.experts.module}.{arch.experts.stacked_names[down]}"
         rows, columns = each * one.out_features, one.in_features

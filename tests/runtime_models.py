@@ -176,7 +176,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 24, "num_experts": 6, "moe_topk": 2, "intermediate_size": 40}),
     "glm4-moe-lite": ("glm4_moe_lite", {**_LATENT, "q_lora_rank": 48, "routed_scaling_factor": 1.5}),
-    "deepseek-v2": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}),
+    "deepseek-v2": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "mlp_bias": True}),
     "deepseek-v3": ("deepseek_v3", {
         **_LATENT, "q_lora_rank": 48, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
@@ -213,6 +213,11 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-moe": ("gemma4_text", {
         **FAMILIES["gemma4"][1], "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
         "moe_intermediate_size": 40,
+    }),
+    "nemotron-h-moe": ("nemotron_h", {
+        **HYBRIDS["nemotron-h"][1], "layers_block_type": None, "hybrid_override_pattern": "MEM*-E",
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 3, "topk_group": 2,
+        "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
     }),
     "gpt-oss": ("gpt_oss", {
         **_WINDOWS, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,

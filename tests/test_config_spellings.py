@@ -130,6 +130,14 @@ LOADED: dict[str, dict[str, dict[str, Any]]] = {
     "smollm3": {"rope by interval": {"no_rope_layers": ..., "no_rope_layer_interval": 2}},
     "granite": {"multipliers without points": {"embedding_multiplier": 3, "logits_scaling": 2}},
     "exaone4-window": {"pattern": {"layer_types": ..., "sliding_window_pattern": 2}},
+    "nemotron-h-moe": {
+        "as saved": {}, "older kinds": {"layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp", "moe"]},
+        "pattern": {"layers_block_type": ..., "hybrid_override_pattern": "MEM*-E"},
+        "null kinds": {"layers_block_type": None, "hybrid_override_pattern": "MEM*-E", "num_hidden_layers": 6},
+        "drafting": {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"]},
+        "no latent": {"moe_latent_size": None}, "no groups": {"n_group": 1, "topk_group": 1},
+        "shared experts are one": {"n_shared_experts": 3},
+    },
     "gpt-oss": {"yarn": {}, "old": {**_OLD, "rope_scaling": {"rope_type": "yarn", "truncate": False, **_YARN}}},
 }
 # Spellings that transformers refuses: as above, and the keys of one that it loads and that means the same.

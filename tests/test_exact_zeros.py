@@ -11,6 +11,7 @@ from family_cases import converted, hugging_face, make_source
 from safetensors.torch import load_file, save_file
 
 import wisparse
+from wisparse.converter.experts import find_experts
 from wisparse.converter.masking import sparsify
 from wisparse.formats.bundle import LEAST_ZEROS, Bundle
 
@@ -28,7 +29,7 @@ def shifted(folder: Path, bias: float, name: str = "arcee") -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["arcee -1", "arcee 2", "nemotron-h -1"])
+@pytest.fixture(scope="module", params=["arcee -1", "arcee 2", "nemotron-h -1", "nemotron-h-moe 0"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder, (name, bias) = tmp_path_factory.mktemp("zeros"), request.param.split()
     return Bundle.open(converted(shifted(folder / "source", float(bias), name), folder / "bundle", "uniform"))
@@ -36,7 +37,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_the_share_of_zeros_is_measured_and_decides(bundle: Bundle) -> None:
     model, zeros = hugging_face(bundle.folder), dict[str, float]()
-    for name, module in model.named_modules():
+    for name, module in (dict(model.named_modules()) | find_experts(model, bundle.config)).items():
         if name.endswith("down_proj"):
             module.register_forward_pre_hook(
                 lambda _, inputs, name=name: zeros.__setitem__(name, float((inputs[0] == 0).float().mean()))

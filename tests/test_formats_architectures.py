@@ -64,7 +64,7 @@ def test_projections_of_transformers_models_are_found() -> None:
         if model_type == "afmoe":
             settings |= {"mup_enabled": True}
         if model_type == "nemotron_h":
-            settings |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}
+            settings |= {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}
         if model_type == "lfm2_moe":
             settings |= {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1}
         if model_type == "dots1":
@@ -93,7 +93,8 @@ def test_projections_of_transformers_models_are_found() -> None:
             place = places[f"{one.parts[0]}.weight"]
             # Files of Granite have other names.
             module, _, role = one.name.rpartition(".")
-            stored = f"{module}.{'down_proj' if role == 'down_proj' else 'gate_up_proj'}"
+            gated = role != "down_proj" and ARCHITECTURES[model_type].gated
+            stored = f"{module}.{'gate_up_proj' if gated else role}"
             assert model.get_parameter(stored).shape == place.shape, place.name
         for name, linear in linears.items():
             found = (ours[name].out_features, ours[name].in_features, ours[name].bias)

@@ -307,9 +307,9 @@ def short_conv(arch: int, taps: int = 3, **more: Any) -> None:
     )  # fmt: skip
 
 
-def of_experts(k: int, quant: tuple[str, int | None], dtype: torch.dtype) -> ExpertLinear:
-    """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768."""
-    (kind, group), planes, widths = quant, 1, (768, 768) if k == 2048 else (2048,)
+def of_experts(k: int, quant: tuple[str, int | None], dtype: torch.dtype, gated: bool = True) -> ExpertLinear:
+    """Qwen3-30B-A3B's: gate and up, or up alone, for k = 2048, down for k = 768."""
+    (kind, group), planes, widths = quant, 1, (768,) * (1 + gated) if k == 2048 else (2048,)
     if kind == "graded":
         kind, k, group, planes = "int4", 2 * k, 256, 2
     return empty_experts(128, 8, kind, k, widths, group, dtype, META, planes=planes)
@@ -317,12 +317,12 @@ def of_experts(k: int, quant: tuple[str, int | None], dtype: torch.dtype) -> Exp
 
 def experts(
     arch: int, k: int, rows: int = 1, quant: tuple[str, int | None] = ("none", None), dense: bool = False,
-    dtype: torch.dtype = BF16, biased: bool = False,
+    dtype: torch.dtype = BF16, biased: bool = False, gated: bool = True,
 ) -> None:  # fmt: skip
-    """``biased``: as gpt-oss has them."""
-    gate_up, linear = k == 2048, of_experts(k, quant, dtype)
+    """``biased``: as gpt-oss has them; not ``gated``: as Nemotron 3."""
+    gate_up, linear = k == 2048, of_experts(k, quant, dtype, gated)
     linear = replace(linear, dense=dense, bias=empty(128, linear.out_features, dtype=dtype) if biased else None)
-    output = "residual" if not gate_up else "clamped" if biased else "silu"
+    output = "residual" if not gate_up else "clamped" if biased else "silu" if gated else "relu2"
     chosen = choose_product(linear.shape, rows, output=output, ssq_parts=32, pdl=arch >= 90, clamp=(1.702, 7.0))
     scratch = Scratch(META, dtype)
     scratch.reserve(chosen)
@@ -341,13 +341,14 @@ def many_experts(
     quant: tuple[str, int | None] = ("none", None),
     first_sparse: int | None = None,
     biased: bool = False,
+    gated: bool = True,
 ) -> None:
-    gate_up, linear = k == 2048, of_experts(k, quant, BF16)
+    gate_up, linear = k == 2048, of_experts(k, quant, BF16, gated)
     bias = empty(128, linear.out_features) if biased else None
     linear = replace(linear, dense=first_sparse is None, bias=bias)
     groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
     tile = choose_product(linear.shape, 1000, "prompt", gpu=Gpu(arch, 132)).tile
-    activation = "plain" if not gate_up else "clamped" if biased else "silu"
+    activation = "plain" if not gate_up else "clamped" if biased else "silu" if gated else "relu2"
     expert_gemm(
         empty(1000 if gate_up else 8000, k), linear, groups, empty(8000, 768) if gate_up else empty(1000, 8, 2048),
         tile, weight=empty(1000, 8, dtype=FP32), activation=activation, clamp=(1.702, 7.0), first_sparse=first_sparse,
@@ -528,6 +529,10 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
            for k in (2048, 768) for quant in (("none", None), ("int4", 128)) for rows, dense in ((1, False), (8, True))},
         **{f"many experts {k} biased": partial(many_experts, arch, k, first_sparse=0, biased=True) for k in (2048, 768)},
         "experts 2048 fp32": partial(experts, arch, 2048, dtype=FP32),
+        **{f"experts 2048 {quant[0]} ungated": partial(experts, arch, 2048, 8, quant, gated=False)
+           for quant in (("none", None), ("int4", 128))},
+        **{f"many experts 2048 {quant[0]} ungated": partial(many_experts, arch, 2048, quant, 0, gated=False)
+           for quant in (("none", None), ("int4", 128))},
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
         "mask gemm": partial(gemm, many, qkv, Tile(64, 64, 1, stages=4, block_m=64), row_mask=by_row),

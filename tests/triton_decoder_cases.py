@@ -203,7 +203,7 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
     [
         ("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4),
         ("lfm2", 4), ("lfm2-bias", 1), ("qwen3-moe", 2), ("gpt-oss", 2), ("gemma4-moe", 1),
-        ("granite-hybrid", 2), ("glm4-moe-lite", 4), ("deepseek-v2", 1), ("nemotron-h", 1), ("nemotron-h", 17),
+        ("granite-hybrid", 2), ("glm4-moe-lite", 4), ("deepseek-v2", 1), ("nemotron-h", 1), ("nemotron-h", 17), ("nemotron-h-moe", 2),
     ],
 )  # fmt: skip
 def test_a_familys_rows_in_half_precision(family, rows):
@@ -254,7 +254,7 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
         ("int8", 1, "qwen3.5-moe"), ("int4", 2, "lfm2"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
         ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"), ("int4", 1, "muse-glimmer"),
-        ("int8", 2, "granite-hybrid"), ("int8", 2, "glm4-moe-lite"), ("fp8", 1, "deepseek-v2"), ("int4", 1, "nemotron-h"),
+        ("int8", 2, "granite-hybrid"), ("int8", 2, "glm4-moe-lite"), ("fp8", 1, "deepseek-v2"), ("int4", 1, "nemotron-h"), ("int8", 1, "nemotron-h-moe"),
     ],
 )  # fmt: skip
 def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:

@@ -24,6 +24,7 @@ from wisparse.kernels.reference import keep_mask
 CLAMP = (1.3, 0.8)
 ACTIVATIONS = {
     "silu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+    "relu2": lambda up, _: up.relu().square(),  # without a gate
     "clamped": lambda gate, up: (up.clamp(-0.8, 0.8) + 1) * gate.clamp(max=0.8) * (1.3 * gate.clamp(max=0.8)).sigmoid(),
 }
 QUANTS = [None, *KINDS]
@@ -151,14 +152,14 @@ GATE_UP = [
 @pytest.mark.parametrize(
     *pairwise(
         quant=QUANTS, dtype=DTYPES, batch=[1, 4], tile=GATE_UP, sparsity=[0.0, 0.5],
-        output=["silu", "clamped", "residual"], biased=[False, True],
+        output=["silu", "clamped", "relu2", "residual"], biased=[False, True],
     )
 )  # fmt: skip
 def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile, sparsity, output, biased):
     """gate_up and down, counted; twice, as the first launch leaves the second's workspace."""
     count, chosen, k, eps = 5, 3, 192, 1e-5
     gate_up = output != "residual"
-    widths, routing = (72, 72) if gate_up else (104,), choose(batch, count, chosen)
+    widths, routing = (72,) * (1 + (output != "relu2")) if gate_up else (104,), choose(batch, count, chosen)
     linear = make_experts(count, chosen, widths, k, dtype, sparsity, quant, biased)
     product = choose_product(linear.shape, batch, output=output, tile=tile, pdl=PDL, clamp=CLAMP)
     scratch, x = Scratch(DEVICE, dtype), rows(batch if gate_up else batch * chosen, k, dtype)
@@ -210,7 +211,7 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
         k=[192, 240],
         sparsity=[0.0, 0.5],
         first=[None, 3],
-        activation=["silu", "clamped"],  # the second with biases
+        activation=["silu", "clamped", "relu2"],  # the second with biases
     )
 )
 def test_many_rows_are_multiplied_expert_by_expert(quant, dtype, batch, k, sparsity, first, activation):
@@ -218,7 +219,7 @@ def test_many_rows_are_multiplied_expert_by_expert(quant, dtype, batch, k, spars
         k = 192
     count, chosen, width, n = 5, 3, 72, 104
     biased = activation == "clamped"
-    gate_up = make_experts(count, chosen, (width, width), k, dtype, sparsity, quant, biased)
+    gate_up = make_experts(count, chosen, (width,) * (1 + (activation != "relu2")), k, dtype, sparsity, quant, biased)
     down = make_experts(count, chosen, (n,), 192 if quant else 70, dtype, sparsity, quant, biased)
     x, routing = rows(batch, k, dtype), choose(batch, count, chosen)
     groups, flat = sort_by_expert(routing.expert, count), routing.expert.flatten()

@@ -228,7 +228,7 @@ class MambaRow(Row):
 
 
 class ExpertsRow(Row):
-    """Experts and their router. Projections: all gates, all ups, all downs, then the shared expert's three."""
+    """Experts and their router. Projections: all gates (not with RELU2), all ups, all downs, then the shared expert's."""
 
     count: Word
     chosen: Word  # of a token

@@ -248,11 +248,11 @@ def _choice(p, b, thread):
 
 
 @exact
-def _read_ahead(p, first, total, chosen, choice, thread, threads, tag):
+def _read_ahead(p, first, parts, total, chosen, choice, thread, threads, tag):
     """Have the system read the chosen experts' memory-mapped weights: single page faults take several times as long."""
-    for i in range(thread, 3 * chosen, threads):
-        expert = words(choice)[2 * (i // 3)]
-        field = words(p[StepField.PROJECTIONS] + (first + i % 3 * total + expert) * _ROW_BYTES)
+    for i in range(thread, parts * chosen, threads):
+        expert = words(choice)[2 * (i // parts)]
+        field = words(p[StepField.PROJECTIONS] + (first + i % parts * total + expert) * _ROW_BYTES)
         at = field[ProjectionField.WEIGHT] & -_PAGE
         size = field[ProjectionField.K] * field[ProjectionField.PLANES] * field[ProjectionField.STRIDE]
         if field[ProjectionField.STORED_AS] == _BASE:
@@ -270,10 +270,11 @@ def experts(p, op, x, y, thread, threads, tag):
     acc = p[StepField.SCRATCH] + thread * p[StepField.SCRATCH_BYTES] + p[StepField.ACC_AT]
     index, value, segments = p[StepField.EXPERT_INDEX], p[StepField.EXPERT_VALUE], p[StepField.EXPERT_COUNT]
     lo, hi = span(hidden, thread, threads), span(hidden, thread + 1, threads)
+    last = 1 if p[StepField.ACTIVATION] == _RELU2 else 2  # down's place among an expert's projections
     for b in range(p[StepField.ROWS]):
         token, out, choice = x + 4 * b * hidden, floats(y + 4 * b * hidden), _choice(p, b, thread)
         if p[StepField.MAPPED] != 0:
-            _read_ahead(p, first, total, chosen, choice, thread, threads, tag)
+            _read_ahead(p, first, last + 1, total, chosen, choice, thread, threads, tag)
         if shared != 0:
             weight, gate = choice + 8 * (2 * chosen + 1), row[ExpertsField.SHARED_GATE]
             numbers = p[StepField.ROW_NUMBERS]
@@ -285,11 +286,12 @@ def experts(p, op, x, y, thread, threads, tag):
             barrier(team, threads)  # until all threads have read the lists of the token before
         for n in range(slots):
             expert, inner = words(choice)[2 * n], row[ExpertsField.SIZE]
-            gate, up, down = first + expert, first + total + expert, first + 2 * total + expert
+            at, step = first + expert, total
             if n == chosen:
-                gate, up, down, inner = first + 3 * total, first + 3 * total + 1, first + 3 * total + 2, shared
+                at, step, inner = first + (last + 1) * total, 1, shared
+            down = at + last * step
             acc_lo, acc_hi = span(inner, thread, threads), span(inner, thread + 1, threads)
-            gate_up(p, gate, up, token, 1, acc_lo, acc_hi, acc, inner, thread, tag)
+            gate_up(p, at, down - step, token, 1, acc_lo, acc_hi, acc, inner, thread, tag)
             at, of_slot = 4 * n * stride, segments + 16 * n * threads
             _list_part(p, down, acc, 1, acc_lo, acc_hi, index + at, value + at, stride, of_slot, thread)
         barrier(team, threads)
@@ -297,7 +299,7 @@ def experts(p, op, x, y, thread, threads, tag):
         for j in range(lo, hi):
             out[j] = ZERO
         for n in range(slots):
-            down = first + 3 * total + 2 if n == chosen else first + 2 * total + words(choice)[2 * n]
+            down = first + last * total + (total + last if n == chosen else words(choice)[2 * n])
             at, of_slot = 4 * n * stride, segments + 16 * n * threads
             count = _join_parts(p, 1, index + at, value + at, stride, of_slot, thread, threads)
             _project(p, down, count, 1, lo, hi, acc, hidden, thread, tag)

@@ -2,7 +2,7 @@
 of an expert are multiplied together on the tensor cores.
 
     sort      (row, chosen expert) pairs by expert, then by row        (``Groups``)
-    gate_up   activation(gate[e] x) * up[e] x                          h (pairs, I), sorted
+    gate_up   activation(gate[e] x) * up[e] x, or activation(up[e] x)  h (pairs, I), sorted
     down      weight * down[e] h, stored at each pair's row            (rows, k, N), added by ``torch.sum``
 
 A program has block_m sorted pairs of one expert and block_n columns, the same of gate and up. The host does not know
@@ -22,7 +22,7 @@ from torch import Tensor
 from .channels import is_dropped
 from .common import Weights
 from .experts import ExpertLinear, scale_offset
-from .reduction import activate
+from .reduction import activate, relu_squared
 from .tiles import Tile
 from .weights import BLOCK, code_block
 
@@ -73,7 +73,8 @@ def _expert_gemm_kernel(
     N: tl.constexpr = problem.n0
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     ACTIVATION: tl.constexpr = problem.output
-    GATED: tl.constexpr = ACTIVATION != "plain"
+    FIRST: tl.constexpr = ACTIVATION != "plain"
+    GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
     PROJECTIONS: tl.constexpr = 2 if GATED else 1
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # This program's expert, from the cumulative number of tiles of the experts.
@@ -90,7 +91,7 @@ def _expert_gemm_kernel(
         m = begin + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
         live_rows = m < end
         pair = tl.load(groups.order + m, mask=live_rows, other=0)
-        x_at = x_ptr + (pair // CHOSEN if GATED else m).to(tl.int64)[:, None] * K
+        x_at = x_ptr + (pair // CHOSEN if FIRST else m).to(tl.int64)[:, None] * K
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         lane = tl.arange(0, BLOCK_K)
         expert_id = expert.to(tl.int64)
@@ -120,9 +121,13 @@ def _expert_gemm_kernel(
             acc += tl.load(bias_at, mask=n < N, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(bias_at + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            gate = acc.to(dtype).to(tl.float32)
-            y = activate(gate, up.to(dtype).to(tl.float32), dtype, ACTIVATION, problem.clamp[0], problem.clamp[1])
+        if FIRST:
+            y = acc.to(dtype)
+            if GATED:
+                up = up.to(dtype).to(tl.float32)
+                y = activate(y.to(tl.float32), up, dtype, ACTIVATION, problem.clamp[0], problem.clamp[1])
+            else:
+                y = relu_squared(y)
             tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=live)
         else:
             acc = acc * tl.load(weight_ptr + pair, mask=live_rows, other=0.0)[:, None]

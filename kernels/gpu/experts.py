@@ -1,7 +1,7 @@
 """A mixture of experts in a decode step of 1 to 16 rows: three launches, without synchronization with the host.
 
     router    logits = router @ n, softmax, top k experts and their weights          (``Routing``, on the device)
-    gate_up   activation(gate[e] n) * up[e] n   for each row's chosen experts e      h (rows * k, I)
+    gate_up   activation(gate[e] n) * up[e] n   for each row's chosen experts e      h (rows * k, I); or activation(up[e] n)
     down      residual + sum over the chosen e of weight[e] * down[e] h[e]           (rows, N)
 
 n is the RMSNorm of the residual stream; each product may have a bias. gate_up and down are one-row products by

@@ -166,7 +166,8 @@ def _names(config: ModelConfig) -> Iterator[str]:
         yield from (one.name for one in block_fields(config, index).values())
         for _, own, shared, _ in _linears(config, index):
             yield from (f"{part}.weight" for projection in (*own, *shared) for part in projection.parts)
-            yield from (f"{part}.bias" for projection in own if projection.bias for part in projection.parts)
+            biased = (projection for projection in (*own, *shared) if projection.bias)
+            yield from (f"{part}.bias" for projection in biased for part in projection.parts)
     yield f"{config.architecture.final_norm}.weight"
 
 
@@ -202,8 +203,9 @@ def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projec
 
 
 def _load_experts(own: list[Projection], shared: list[Projection], source: _Source, weights: str) -> ExpertLinear:
-    """Gate and up, or down, of all experts, followed by a shared expert's, divided into parts of an expert's size."""
-    first, down, found = own[0], len(own) == 1, None
+    """Gate and up, up alone, or down, of all experts, followed by a shared expert's, divided into parts of an expert's
+    size."""
+    first, down, found = own[0], own[0].role == "down_proj", None
     size = first.in_features if down else first.out_features  # intermediate size of an expert
     num_parts = 0
     if shared:
@@ -233,9 +235,16 @@ def _load_experts(own: list[Projection], shared: list[Projection], source: _Sour
             part_weight = _part_of(weight, part_index * width, width, down)
             _store(found.one(first.experts + part_index).weight, i, part_weight)
     bias: Tensor | None = None
-    if first.bias:
-        of_own = [torch.stack([source.tensor(f"{part}.bias") for part in projection.parts]) for projection in own]
-        bias = torch.cat(of_own, dim=1)
+    if any(projection.bias for projection in (*own, *shared)):
+        biases = [
+            torch.zeros(len(found.scales), one.out_features, dtype=source.dtype, device=source.device) for one in own
+        ]
+        for projections, start in ((own, 0), (shared, first.experts)):
+            for projection, rows in zip(projections, biases, strict=False):
+                if projection.bias:  # a shared down's is of its first part
+                    values = torch.cat([source.tensor(f"{part}.bias") for part in projection.parts])
+                    rows[start:].view(-1)[: len(values)] = values
+        bias = torch.cat(biases, dim=1)
     return replace(found, weight=without_default_zeros(found.weight), bias=bias)
 
 

@@ -447,7 +447,7 @@ def _run(
             assert block.mamba is not None
             return block.mamba(projected, at.cache.advance(index, at.slot, at.start, at.start + len(projected)))
         case block_ops.UngatedActivate():
-            return functional.relu(inputs[0][0]).square()
+            return activate(config, inputs[0][0])
         case block_ops.Activate():
             (parts,) = inputs
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
@@ -552,7 +552,7 @@ def run_experts(
     config: ModelConfig, block: Block[Any], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int
 ) -> Tensor:
     """A block's experts, x (T, H) to (T, H); rows from ``first_sparse`` on are masked. ``block.gate_up`` lists the gate
-    projections of all experts, then the up projections."""
+    projections of all experts, if they have any, then the up projections."""
     assert block.gate_up is not None
     assert block.down is not None
     count, out = len(block.down), torch.zeros_like(x)
@@ -560,18 +560,21 @@ def run_experts(
     for expert in chosen.unique().tolist():
         tokens, rank = (chosen == expert).nonzero(as_tuple=True)
         rows, num_dense = x[tokens], int((tokens < first_sparse).sum())
-        gate, up = (block.gate_up[index](rows, num_dense) for index in (expert, count + expert))
-        output = block.down[expert](activate(config, gate, up), num_dense)
+        parts = (linear(rows, num_dense) for linear in block.gate_up[expert::count])
+        output = block.down[expert](activate(config, *parts), num_dense)
         out.index_add_(0, tokens, output * weights[tokens, rank, None])
     assert block.spec.experts is not None
     if block.shared_gate_up is None or block.shared_down is None or block.spec.experts.parallel_mlp:
         return out
-    gate, up = (linear(x, first_sparse) for linear in block.shared_gate_up)
-    shared = block.shared_down[0](activate(config, gate, up), first_sparse)
+    parts = (linear(x, first_sparse) for linear in block.shared_gate_up)
+    shared = block.shared_down[0](activate(config, *parts), first_sparse)
     return out + (shared if block.shared_gate is None else functional.linear(x, block.shared_gate).sigmoid() * shared)
 
 
-def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+def activate(config: ModelConfig, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """activation(gate) * up; without ``up``, of an MLP that has no gate, relu(gate)**2."""
+    if up is None:
+        return functional.relu(gate).square()
     if config.activation == "clamped":
         slope, limit = config.clamp
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
