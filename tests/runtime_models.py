@@ -1,5 +1,6 @@
 """Tiny random checkpoints in which every feature of every listed architecture appears once."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     **FAMILIES,
 }
+
+# One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
+# values, experts and a shared one, attention sinks.
+FEATURES = ("seed-oss", "olmo2", "gemma2", "phi3-partial", "qwen3.5", "gemma4", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
+FEATURES += ("lfm2", "nemotron-h", "nemotron-h-moe", "granite-swa", "arcee", "muse-glimmer", *SMALL)
+# One a smaller one: tied and plain biases, LongRoPE, two rotary embeddings, scalings, pairs that interleave, latents.
+DETAILS = ("llama-tied", "llama-bias", "phi3-long", "gemma3", "hunyuan", "ministral3", "glm4", "youtu", "lfm2-bias")
+DETAILS += ("granite-hybrid",)
+
+
+def featured(names: Iterable[str]) -> list[Any]:
+    """The names as parameters of a test; those that repeat the features of others are left to the exhaustive run."""
+    import pytest  # benchmarks take the checkpoints without it
+
+    kept = {*FEATURES, *DETAILS}
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.exhaustive) for name in names]
+
 
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from family_cases import runtime_tokens
-from runtime_models import HYBRIDS, SMALL, VARIANTS, make_checkpoint
+from runtime_models import HYBRIDS, SMALL, VARIANTS, featured, make_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,7 +43,7 @@ def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) ->
 @pytest.mark.parametrize(
     ("variant", "policy"),
     [
-        *((variant, "half") for variant in (*VARIANTS, *HYBRIDS, *SMALL)),
+        *(pytest.param(*one.values, "half", marks=one.marks) for one in featured((*VARIANTS, *HYBRIDS, *SMALL))),
         *((variant, policy) for variant in ("llama", "phi3-long", "gemma2", "qwen3.5") for policy in ("dense", "all")),
     ],
 )

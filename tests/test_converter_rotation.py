@@ -31,13 +31,13 @@ def _is_fixed(kind: str) -> bool:
 
 
 FIXED = [name for name, (kind, _) in VARIANTS.items() if _is_fixed(kind)]
-# Tied, with biases, fused, with fewer key-value heads, with norms of 1 + weight, with multipliers; all others are slow.
+# Tied, with biases, fused, with fewer key-value heads, with norms of 1 + weight, with multipliers; all others repeat these.
 QUICK = ("llama-tied", "llama-bias", "llama-head-dim", "phi3", "gemma", "granite", "qwen3", "ernie")
 # The values of heads alone: with norms after attention and MLP, also or only; with a norm of values, heads of two widths and
 # values that are keys too; with keys and values of other blocks.
 QUICK += ("gemma3", "glm4", "olmo2", "exaone4", "gemma4", "gemma4-small")
 TURNED = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
     for name in (*VARIANTS, *SMALL)
     if name not in FIXED
 ]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from family_cases import make_source
-from runtime_models import FAMILIES, HYBRIDS, SMALL
+from runtime_models import FAMILIES, HYBRIDS, SMALL, featured
 from tiny_source import has_hooks, tiny_source, tiny_tokens
 
 from wisparse.converter import sensitivity
@@ -123,7 +123,7 @@ def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.Monke
         torch.testing.assert_close(gradient, torch.autograd.grad(value, final)[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS, *SMALL])
+@pytest.fixture(scope="module", params=featured((*FAMILIES, *HYBRIDS, *SMALL)))
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SourceModel:
     return load_source(make_source(request.param, tmp_path_factory.mktemp("source")), device="cpu")
 

@@ -16,7 +16,7 @@ import torch
 import triton_worker
 from bundle_maker import make_bundle
 from family_cases import COUNT, PLAIN, ROUTED, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
-from runtime_models import SMALL, WRAPPERS
+from runtime_models import FEATURES, SMALL, WRAPPERS
 from safetensors import safe_open
 
 import wisparse
@@ -31,10 +31,6 @@ from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.onnx_export import OnnxDecoder, export_onnx
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-# One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
-# values, experts and a shared one, attention sinks. Experts alone are in test_experts.py.
-FEATURES = ("seed-oss", "olmo2", "gemma2", "phi3-partial", "qwen3.5", "gemma4", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
-FEATURES += ("lfm2", "nemotron-h", "nemotron-h-moe", "granite-swa", "arcee", "muse-glimmer", *SMALL)
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
     pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)

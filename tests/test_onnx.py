@@ -15,7 +15,7 @@ import torch
 from bundle_maker import make_bundle
 from click.testing import CliRunner
 from family_cases import runtime_tokens
-from runtime_models import FAMILIES, VARIANTS, make_checkpoint
+from runtime_models import FAMILIES, VARIANTS, featured, make_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_bundle import digests
 
@@ -81,7 +81,7 @@ def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> l
 
 
 # The others are refused, as a test of families holds.
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("muse-glimmer", "youtu")])
+@pytest.mark.parametrize("variant", featured(name for name in VARIANTS if name not in ("muse-glimmer", "youtu")))
 def test_tokens_are_our_runtimes(variant_bundle: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
     # 24 tokens take the sliding window (7) and LongRoPE's switch (32 positions) along; prompts of one batch are of
     # different lengths, so LongRoPE's would switch at different times: one by one.

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from family_cases import PLAIN
-from runtime_models import HYBRIDS, SMALL
+from runtime_models import HYBRIDS, SMALL, featured
 from torch import Tensor
 
 from wisparse.converter.cpu_kernels import start_compiling
@@ -83,8 +83,13 @@ def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: 
     twin._head = decoder._head.linear(torch.eye(bundle.config.hidden_size), None).T
 
 
-@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        *((variant, "native") for variant in VARIANTS),
+        *(pytest.param(*one.values, kind, marks=one.marks) for one in featured(VARIANTS) for kind in ("int8", "int4")),
+    ],
+)
 def test_decodes_dense_as_the_reference_does(opened: Callable[[str], Bundle], variant: str, weights: str) -> None:
     """Sparse where the step reads a short prompt, below, and in test_every_family.py."""
     # 25 steps cross the window, and for phi3-long the switch of the rotary factors.
