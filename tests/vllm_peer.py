@@ -30,6 +30,17 @@ def tokens(bundle: str, prompts: str, settings: str) -> None:
     """Greedy tokens of each prompt alone and of all together, with a budget of tokens that cuts prompts in pieces."""
     from vllm import SamplingParams
 
+    from wisparse.runtime.vllm.config import WisparseConfig
+
+    original = WisparseConfig.get_quant_method
+
+    def with_experts(config: Any, layer: Any, prefix: str) -> Any:
+        from vllm_products import register_experts  # not earlier: vLLM's worker looks through all modules as it starts
+
+        register_experts()
+        return original(config, layer, prefix)
+
+    WisparseConfig.get_quant_method = with_experts
     ids = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     llm = engine(bundle, max_num_batched_tokens=64, enable_chunked_prefill=True, **json.loads(settings))
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
