@@ -22,8 +22,9 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from family_cases import COUNT, clear_answer, make_source, runtime_tokens
+from family_cases import converted as converted_family
 from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model
-from runtime_models import EXPERTS
+from runtime_models import EXPERTS, VARIANTS
 from safetensors.torch import load_file
 from tiny_bundle import tiny_recipe
 from tokenizers import Tokenizer
@@ -366,6 +367,21 @@ def test_experts_are_dense_beside_masked_attention(
     found = tokens_of(python, bundle.folder, [prompt, *PROMPTS])
     assert found["together"][0][:COUNT] == found["alone"][0][:COUNT] == expected
     assert expected not in [runtime_tokens(bundle.folder, prompt, COUNT, len(prompt), one) for one in (None, 0)]
+
+
+@pytest.mark.exhaustive
+def test_a_family_that_vllm_runs_by_transformers_classes(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their batches have two dimensions; compiled, the inputs of down_proj are masked ahead."""
+    model_type, given = VARIANTS["seed-oss"]
+    monkeypatch.setitem(VARIANTS, "seed-oss", (model_type, given | {"head_dim": 32}))
+    bundle = converted_family(make_source("seed-oss", tmp_path / "source"), tmp_path / "bundle", "uniform")
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 250, (length,), generator=generator).tolist() for length in (5, 70, 9)]
+    found = tokens_of(python, bundle, prompts, {"enforce_eager": False})
+    for prompt, together, alone in zip(prompts, found["together"], found["alone"], strict=True):
+        assert together[:10] == alone[:10] == runtime_tokens(bundle, prompt, 10, len(prompt))
 
 
 @pytest.mark.exhaustive
