@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -35,8 +36,32 @@ hypothesis.settings.register_profile("project", deadline=None, derandomize=bool(
 hypothesis.settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent
+# Compiled by one process, regions share functions: each alone takes half a minute to two.
+_COMPILE = """
+import gc, sys
+gc.disable()
+sys.path[:0] = sys.argv[1:]
+import cpu_linear, torch
+from wisparse.kernels.cpu import launch
+regions = [
+    region for dtype in (torch.float32, torch.bfloat16) for mixers, experts in ((False, False), (True, False), (True, True))
+    for region in launch.regions_of(dtype, mixers=mixers, experts=experts, int4=True)
+]
+regions += "linear_float32", "linear_bfloat16"
+if folder := launch.cache_folder():
+    launch.compile_here("cpu_linear", str(folder), *dict.fromkeys(regions))
+"""
 # Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
 _LONG = ("test_cli", "test_kernels_triton", "test_every_family", "test_packaging", "test_converter_state")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of many files compiles the CPU's kernels beside the tests, which wait for those that they need."""
+    spread = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    chosen = config.option.keyword or config.option.collectonly
+    if spread and not chosen and (config.args_source is not pytest.Config.ArgsSource.ARGS or len(config.args) > 5):
+        compiler = subprocess.Popen([sys.executable, "-c", _COMPILE, str(ROOT), str(ROOT / "tests")])
+        config.add_cleanup(compiler.kill)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -170,6 +170,7 @@ def test_a_prompt_in_16_bits_is_multiplied_in_float32(dtype: torch.dtype, monkey
 
 
 REGION = "dequantize_float32"
+TINY = "linear_tiny"  # compiled in no time
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_a_region_is_compiled_once_into_the_cache(
     assert [message for message in caplog.messages if "done" not in message] == [told]
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
     assert launch.regions[REGION].cache_hits == 1
-    assert [file.name.partition("-")[0] for file in (cache / "wisparse-cpu").iterdir()] == [REGION]
+    assert [file.name.partition("-")[0] for file in (cache / "wisparse-cpu").glob("*.code")] == [REGION]
     monkeypatch.setattr(launch, "regions", {})
     monkeypatch.setattr(launch, "_COMPILER", "raise SystemExit('compiled again')")
     launch.prepare(REGION)
@@ -226,20 +227,21 @@ def test_a_region_is_compiled_once_into_the_cache(
 def test_damaged_code_is_deleted_and_compiled_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launch.prepare(REGION)
-    (file,) = (cache / "wisparse-cpu").iterdir()
+    launch.prepare(TINY)
+    (file,) = (cache / "wisparse-cpu").glob("*.code")
     whole, other = file.read_bytes(), pickle.dumps("not code")
-    flipped = whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
+    half = len(whole) // 2
+    flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
     (cache / "whole").write_bytes(whole)  # what the compiler would write, to save its time
     copy = f"import shutil; shutil.copy({str(cache / 'whole')!r}, {str(file)!r})"
     monkeypatch.setattr(launch, "_COMPILER", copy)
-    for damaged in (b"", whole[:1000], whole[:-1], flipped, hashlib.sha256(other).digest() + other):
+    for damaged in (b"", whole[:half], whole[:-1], flipped, hashlib.sha256(other).digest() + other):
         file.write_bytes(damaged)
         caplog.clear()
         monkeypatch.setattr(launch, "regions", {})
-        launch.prepare(REGION)
+        launch.prepare(TINY)
         assert [f"{file} is damaged: deleted, and compiled again" in one for one in caplog.messages] == [True]
-        assert launch.regions[REGION].cache_hits == 1
+        assert launch.regions[TINY].cache_hits == 1
         assert file.read_bytes() == whole
 
 
@@ -253,17 +255,21 @@ def test_code_that_others_could_have_written_is_not_loaded(
         folder.chmod(0o777)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    launch.prepare(REGION)
+    launch.prepare(TINY)
     assert "belongs to another user, or all users may write to it" in caplog.text
     assert list(folder.iterdir()) == []
 
 
 def test_regions_compiled_ahead_are_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (compiler,) = launch.start_compiling([REGION])
-    assert compiler.wait() == 0
-    assert launch.start_compiling([REGION]) == []
+    (first,), (second,) = (launch.start_compiling([TINY]) for _ in range(2))
+    while not (found := list((cache / "wisparse-cpu").glob("*.code"))):
+        time.sleep(0.01)
+    written = found[0].stat().st_ino
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert found[0].stat().st_ino == written, "compiled once, as the second process waits for the first"
+    assert launch.start_compiling([TINY]) == []
     monkeypatch.setattr(launch, "_COMPILER", "raise SystemExit('compiled again')")
-    launch.prepare(REGION)
+    launch.prepare(TINY)
 
 
 @intrinsics.exact
@@ -306,8 +312,8 @@ def test_a_cache_that_cannot_be_written_is_said_and_survived(
     else:
         monkeypatch.setattr(launch, "_COMPILER", compiler)
     with caplog.at_level(logging.INFO):
-        launch.prepare(REGION)
-    assert launch.regions[REGION].address
+        launch.prepare(TINY)
+    assert launch.regions[TINY].address
     assert all(word in caplog.text for word in words)
     assert ("it happens once" in caplog.text) == (compiler is not None)  # else every process compiles
 
@@ -319,8 +325,8 @@ def test_a_compiler_that_takes_long_and_fails_is_told_with_its_words(
     monkeypatch.setattr(launch, "_LINE_S", 0.05)
     code = "import time; print('first'); time.sleep(0.5); raise SystemExit('this is why')"
     monkeypatch.setattr(launch, "_COMPILER", code)
-    with pytest.raises(RuntimeError, match=rf"{REGION} could not be compiled for this CPU, .*: this is why"):
-        launch.prepare(REGION)
+    with pytest.raises(RuntimeError, match=rf"{TINY} could not be compiled for this CPU, .*: this is why"):
+        launch.prepare(TINY)
     assert "compiling CPU kernels: 0 of 1 done" in caplog.messages
 
 

@@ -237,7 +237,7 @@ def _words(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("fewer", ["--num-samples 9", pytest.param("", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("fewer", ["--num-samples 9 --seq-len 256", pytest.param("", marks=pytest.mark.exhaustive)])
 def test_a_fresh_clone_goes_through_the_readme_in_its_order(
     fewer: str, installs: dict[str, Path], checkout: Path, tmp_path: Path
 ) -> None:
