@@ -65,7 +65,9 @@ print((peak - before) / sum(4 * one.numel() for one in model.parameters()))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("gemma", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), pytest.param("gemma", True, marks=pytest.mark.exhaustive)]
+)
 def test_memory_of_a_load(family: str, tied: bool, tmp_path: Path) -> None:
     write_gguf(family, tmp_path / "m.gguf", "F16", vocab_size=110_000, tie_word_embeddings=tied)
     command = [sys.executable, "-c", LOAD.replace("{family}", family), str(tmp_path / "m.gguf")]
