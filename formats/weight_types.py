@@ -202,8 +202,9 @@ def group_of(k: int) -> int:
     return group
 
 
-def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
-    """Quantize a finite weight (N, K) to the type ``weights`` other than ``native``; ValueError from `group_of`."""
-    held = WEIGHT_TYPES[weights]
-    group = group_of(weight.shape[1]) if held.grouped else None
+def round_weight(weight: Tensor, weights: str, group: int | None = None) -> QuantizedMatrix:
+    """Quantize a finite weight (N, K) to the type ``weights`` other than ``native``, in groups of ``group`` channels if that
+    divides K, else of `group_of`, whose ValueError it raises."""
+    held, k = WEIGHT_TYPES[weights], weight.shape[1]
+    group = (group if group and k % group == 0 else group_of(k)) if held.grouped else None
     return quantise(cast(Kind, weights), weight, group=group, scale_dtype=held.scale_dtype)

@@ -18,7 +18,7 @@ from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import expected_tensors
-from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
+from wisparse.formats.weight_types import WEIGHT_TYPES, group_of, round_weight
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -228,7 +228,9 @@ def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.fl
         ends = "_proj", "_mqa", "_qkv", "_z", ".w1", ".w2", ".w3", "_linear"
         if not name.removesuffix(".weight").endswith((*ends, "lm_head")) or "kv_b_proj" in name:
             return stored
-        return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
+        experts = next((block.experts for block in bundle.config.blocks if block.experts), None)
+        group = group_of(experts.intermediate_size) if "shared_experts.down" in name else None
+        return round_weight(stored.to(dtype), kind, group).dequantise(torch.float32)
 
     return SimpleNamespace(config=bundle.config, checkpoint=SimpleNamespace(tensor=tensor), masks=bundle.masks)
 
@@ -254,7 +256,7 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
         ("int8", 1, "qwen3.5-moe"), ("int4", 2, "lfm2"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
         ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"), ("int4", 1, "muse-glimmer"),
-        ("int8", 2, "granite-hybrid"), ("int8", 2, "glm4-moe-lite"), ("fp8", 1, "deepseek-v2"), ("int4", 1, "nemotron-h"), ("int8", 1, "nemotron-h-moe"),
+        ("int8", 2, "granite-hybrid"), ("int8", 2, "glm4-moe-lite"), ("fp8", 1, "deepseek-v2"), ("int4", 1, "nemotron-h"), ("int8", 1, "nemotron-h-moe"), ("int4", 1, "deepseek-v2"),
     ],
 )  # fmt: skip
 def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:

@@ -84,8 +84,8 @@ class _Source:
     def tensor(self, name: str) -> Tensor:
         return self.stored(name).to(self.dtype)
 
-    def weight(self, name: str, weights: str) -> Tensor | QuantizedMatrix:
-        """A weight of the type ``weights``; "native": as it is stored."""
+    def weight(self, name: str, weights: str, group: int | None = None) -> Tensor | QuantizedMatrix:
+        """A weight of the type ``weights``; "native": as it is stored. ``group``: as of `round_weight`."""
         stored = self.checkpoint.quantised.get(name) if isinstance(self.checkpoint, Checkpoint) else None
         if stored is not None and weights in ("native", stored.packing.kind):
             matrix = self.checkpoint.matrix(name, self.device)
@@ -94,14 +94,14 @@ class _Source:
             except ValueError as error:
                 raise BundleError(f"{name}: {error}; convert again") from None
         found = self.tensor(name)
-        return found if weights == "native" else self.rounded(name, found, weights)
+        return found if weights == "native" else self.rounded(name, found, weights, group)
 
-    def rounded(self, name: str, weight: Tensor, weights: str) -> QuantizedMatrix:
+    def rounded(self, name: str, weight: Tensor, weights: str, group: int | None = None) -> QuantizedMatrix:
         least, largest = torch.aminmax(weight)
         if not (bool(torch.isfinite(least)) and bool(torch.isfinite(largest))):
             raise BundleError(f"{name}: expected finite weights, found NaN or Inf in {self.dtype}")
         try:
-            return round_weight(weight, weights)
+            return round_weight(weight, weights, group)
         except ValueError as error:
             raise UsageError(f"{name}: {error}: load it with weights int8") from None
 
@@ -223,7 +223,7 @@ def _load_experts(own: list[Projection], shared: list[Projection], source: _Sour
             _store(found.one(expert).weight, i, weight)
     assert found is not None
     for i, projection in enumerate(shared):
-        weight = source.weight(f"{projection.name}.weight", weights)
+        weight = source.weight(f"{projection.name}.weight", weights, group)  # in groups of the experts'
         width = size * found.weight.planes if down else size
         other, of_shared, _ = _stored_as(weight)
         if (other, of_shared) != (kind, group) or (down and group is not None and width % group):
