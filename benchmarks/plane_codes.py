@@ -15,7 +15,7 @@ from wisparse.converter.calibration_state import block_inputs
 from wisparse.converter.flow import BlockFlow
 from wisparse.converter.gptq import corrected, fit_projections, in_order, round_columns
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.sensitivity import fisher_diagonal
+from wisparse.converter.sensitivity import DenseReference, fisher_diagonal
 from wisparse.converter.source import SourceModel
 from wisparse.converter.state import NO_STATE, Stages
 from wisparse.formats.errors import UnsupportedModelError
@@ -74,9 +74,10 @@ def output_fisher(source: SourceModel, tokens: CalibrationTokens) -> dict[str, T
         flow = BlockFlow(source.model, source.config, tokens.input_ids[:few], tokens.keep[:few], _BATCH_SIZE)
         totals: dict[str, Tensor] = {}
         with MaskedModel(probes) as masked:
+            reference = DenseReference(flow, masked)
             for batch in range(flow.num_batches):
                 draw = torch.Generator().manual_seed((tokens.seed << 32) + batch)
-                for name, squares in fisher_diagonal(flow, masked, batch, draw).items():
+                for name, squares in fisher_diagonal(reference, batch, draw).items():
                     totals[name] = totals.get(name, 0.0) + squares / flow.num_counted
     finally:
         for handle in handles:

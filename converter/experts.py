@@ -151,7 +151,7 @@ class Rows:
     def counted(cls, module: nn.Module, x: Tensor, counted: Tensor, places: Tensor) -> Rows:
         """Select the counted rows of a module's input x; counted and places: see `counted_rows`."""
         selected, routing = counted_rows(module, x, counted, places), getattr(module, "routing", None)
-        rows = x.flatten(0, -2)[selected]
+        rows = x.flatten(0, -2).index_select(0, selected)
         return cls(rows) if routing is None else cls(rows, routing.experts[selected], len(routing.ends))
 
     @classmethod

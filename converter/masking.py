@@ -25,6 +25,11 @@ from wisparse.kernels.reference import scores
 from .experts import Release, at_rows, find_experts
 
 
+def ones(values: Tensor) -> Tensor:
+    """The number of ones among zeros and ones of any type, float64; several times as fast as count_nonzero on a CPU."""
+    return values.sum(-1, dtype=torch.float32).sum(dtype=torch.float64)  # a row's sum is exact
+
+
 @dataclass
 class _Pass:
     """Options of a forward pass, shared by all masks of a model."""
@@ -70,9 +75,9 @@ class _Mask:
             keep = torch.ge(scores(x.detach(), scale), threshold, out=torch.empty_like(x, requires_grad=False))
             if shared.counting:
                 num_dense = dense.sum() * x.shape[-1] if isinstance(dense, Tensor) else 0
-                self.kept += keep.count_nonzero() - num_dense
+                self.kept += ones(keep) - num_dense
                 self.counted += keep.numel() - num_dense
-            x = x * keep
+            x = x * keep if x.requires_grad else keep.mul_(x)
         if shared.replacer is not None:
             x = shared.replacer(self.name, x)
         return None if x is args[0] else (x, *args[1:])

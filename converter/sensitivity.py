@@ -33,6 +33,13 @@ def kl_rows(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
+def p_log_p(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """p (T, V) and sum p log p (T,) of logits (T, V) float32."""
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    return p, torch.linalg.vecdot(p, log_p)
+
+
 def rows_at_once(flow: BlockFlow) -> int:
     """The number of tokens whose logits are computed at a time."""
     largest = _LARGEST_LOGITS_CPU if flow.device.type == "cpu" else LARGEST_LOGITS
@@ -61,10 +68,14 @@ class DenseReference:
         cached = self._cache[batch][index]
         return cached if self.keeps_distributions else self._p_log_p(cached.to(self._device))
 
+    def keep(self, batch: int, distributions: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Keep the `p_log_p` of a dense pass over a batch, if all are kept."""
+        # On a GPU a backward pass has other attention kernels, and a resumed run would compute other distributions.
+        if self.keeps_distributions and self.flow.device.type == "cpu":
+            self._cache[batch] = list(distributions)
+
     def _p_log_p(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = self.flow.logits(rows).log_softmax(-1)
-        p = log_p.exp()
-        return p, torch.linalg.vecdot(p, log_p)
+        return p_log_p(self.flow.logits(rows))
 
     @torch.no_grad()
     def kl_sum(self, batch: int, final: Tensor) -> float:
@@ -143,32 +154,39 @@ def backward(
                 new = [torch.zeros_like(x) if g is None else g for x, g in zip(kv, at_leaves, strict=False)]
                 later = shared_gradients.get(key)
                 shared_gradients[key] = new if later is None else [a + b for a, b in zip(new, later, strict=True)]
+            rows: dict[int, Rows] = {}  # by input, which several projections share
             for name, at_input in zip(inputs, at_inputs, strict=True):
-                module = masked.projections[name]
-                rows = Rows.counted(module, seen[name].detach(), counted, places)
-                receive(name, rows, at_input.flatten(0, -2)[counted_rows(module, at_input, counted, places)])
+                module, x = masked.projections[name], seen[name]
+                if id(x) not in rows:
+                    rows[id(x)] = Rows.counted(module, x.detach(), counted, places)
+                selected = counted_rows(module, at_input, counted, places)
+                receive(name, rows[id(x)], at_input.flatten(0, -2).index_select(0, selected))
 
 
-def _label_gradient(flow: BlockFlow, generator: torch.Generator, final: Tensor) -> Tensor:
+def _label_gradient(reference: DenseReference, batch: int, generator: torch.Generator, final: Tensor) -> Tensor:
     """The gradient of -log p(y) with respect to the last hidden states, with y sampled from p for each token."""
     # Inverse transform sampling of random numbers from the CPU: the same labels on every device.
     uniform = torch.rand(final.shape[0], 1, generator=generator)
-    size, gradients = rows_at_once(flow), []
+    flow, distributions, gradients = reference.flow, list[tuple[Tensor, Tensor]](), []
+    size = rows_at_once(flow)
     for rows, u in zip(final.split(size), uniform.split(size), strict=True):
         rows = rows.detach().requires_grad_(True)
         logits = flow.logits(rows)
-        probabilities = logits.detach().softmax(-1)
-        cumulative = probabilities.cumsum(-1)
+        p, sums = p_log_p(logits.detach())
+        cumulative = p.cumsum(-1)
         labels = torch.searchsorted(cumulative, u.to(cumulative.device) * cumulative[:, -1:])
         labels = labels.clamp(max=cumulative.shape[1] - 1)
         del cumulative
-        # d -log p(y) / d logits = softmax(logits) - onehot(y); in place, as a copy would be large
-        probabilities.scatter_add_(1, labels, probabilities.new_full(labels.shape, -1.0))
-        gradients.append(torch.autograd.grad(logits, rows, probabilities)[0])
+        # d -log p(y) / d logits = p - onehot(y); in place, as a copy would be large
+        at_labels = p.gather(1, labels)
+        gradients.append(torch.autograd.grad(logits, rows, p.scatter_(1, labels, at_labels - 1))[0])
+        if reference.keeps_distributions:
+            distributions.append((p.scatter_(1, labels, at_labels), sums))
+    reference.keep(batch, distributions)
     return torch.cat(gradients)
 
 
-def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+def fisher_diagonal(reference: DenseReference, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
     """The sum over the counted tokens of one micro-batch of ``gradient_i^2``, by projection: (K,) float64 on the CPU; of
     experts (E, K + 1), where the last column is the number of tokens. The CPU generator samples one label per token: a
     second one changes the KL by less than 1%."""
@@ -180,8 +198,9 @@ def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator:
         if rows.experts is not None:
             sums[name] = torch.cat((sums[name], rows.total(gradient.new_ones(len(gradient), 1)).double()), dim=1)
 
+    masked = reference.masked
     masked.clear()
-    backward(flow, masked, batch, partial(_label_gradient, flow, generator), add)
+    backward(reference.flow, masked, batch, partial(_label_gradient, reference, batch, generator), add)
     return {name: sums[name].cpu() for name in masked.projections}
 
 
@@ -204,8 +223,7 @@ def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:
 
 
 def quadratic_damage(
-    flow: BlockFlow,
-    masked: MaskedModel,
+    reference: DenseReference,
     batch: int,
     generator: torch.Generator,
     scales: Mapping[str, Tensor],
@@ -223,6 +241,7 @@ def quadratic_damage(
         dropped = [torch.lt(score, threshold, out=below).mul_(products).sum(1) for threshold in thresholds[name]]
         sums[name] = torch.stack(dropped).square().sum(1, dtype=torch.float64) / 2
 
-    masked.clear()
-    backward(flow, masked, batch, partial(_label_gradient, flow, generator), add)
+    reference.masked.clear()
+    gradient_of = partial(_label_gradient, reference, batch, generator)
+    backward(reference.flow, reference.masked, batch, gradient_of, add)
     return {name: sums[name].tolist() for name in thresholds}

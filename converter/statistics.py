@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,11 @@ class Scores:
 
     def _scores(self, rows: Rows) -> Tensor:
         return reference.scores(rows.x, rows.scale(self._scale))
+
+    @property
+    def sortable(self) -> bool:
+        """Whether all scores can be sorted here: on a CPU by one process."""
+        return self.device.type == "cpu" and self.processes.world_size == 1 and self.total <= _SORT_LIMIT
 
     def __iter__(self) -> Iterator[Tensor]:
         if self._single is not None:
@@ -120,6 +126,8 @@ class Window:
     their numbers. A sample bounds them, so that one pass over the scores is enough; if the bounds fail, they are widened."""
 
     def __init__(self, scores: Scores, first: int, last: int) -> None:
+        if scores.sortable and self._partition(scores, first, last):
+            return
         sample, processes, margin = scores.sample().nan_to_num(nan=math.inf), scores.processes, _MARGIN
         while True:
             low, high = math.inf, -math.inf  # for a process without tokens
@@ -150,6 +158,21 @@ class Window:
             if (below <= first and last < int(self._through[-1])) or (low, high) == (-math.inf, math.inf):
                 return
             margin *= 8
+
+    def _partition(self, scores: Scores, first: int, last: int) -> bool:
+        """Fill the window from a partition of all scores; False if its last score is NaN."""
+        array = torch.cat([chunk.reshape(-1) for chunk in scores]).numpy()
+        array.partition(first)
+        array[first:].partition(last - first)  # two ranks at once would take ten times as long
+        if np.isnan(array[last]):
+            return False
+        values, repeats = np.unique(array[first : last + 1], return_counts=True)
+        repeats[-1] += np.count_nonzero(array[last + 1 :] == array[last])
+        self._below = int(np.count_nonzero(array[:first] < array[first]))
+        repeats[0] += first - self._below
+        self.values, self._repeats = torch.from_numpy(values), torch.from_numpy(repeats)
+        self._through, self._total = self._below + self._repeats.cumsum(0), scores.total
+        return True
 
     def at(self, rank: int) -> tuple[float, int, int]:
         """As `ranked`; NaN is the largest score."""

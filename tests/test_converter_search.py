@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quality import evaluate
 from tiny_source import has_hooks, tiny_source, tiny_tokens
 
+from wisparse.converter import statistics
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.masking import MaskedModel
@@ -154,15 +155,20 @@ def test_in_block_0_no_token_of_the_vocabulary_is_on_a_threshold(source: SourceM
         assert entry.threshold == pytest.approx(float(below + above) / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 24], ids=["windows", "partition"])
 @example(values=[2.0**-149], last=1.0, sparsity=0.25)
 @given(
     values=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.5, 3.0, 3.0000002, 7.0]) | st.floats(0, 2.0**60, width=32)),
     last=st.floats(2.0**-40, 2.0**60, width=32),
     sparsity=st.floats(0.01, 0.95),
 )
-def test_a_threshold_drops_what_was_asked_and_meets_no_score(values: list[float], last: float, sparsity: float) -> None:
+def test_a_threshold_drops_what_was_asked_and_meets_no_score(
+    limit: int, values: list[float], last: float, sparsity: float
+) -> None:
     scores = torch.tensor([*values, last])[:, None]
-    threshold = Gaps(Scores(scores, torch.ones(1)), sparsity).threshold()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "_SORT_LIMIT", limit)
+        threshold = Gaps(Scores(scores, torch.ones(1)), sparsity).threshold()
     possible = [float((scores < t).double().mean()) for t in [*scores, torch.tensor(torch.inf)]]
     off = abs(float((scores < threshold).double().mean()) - sparsity)
     zeros = float((scores == 0).double().mean())  # are dropped whatever was asked

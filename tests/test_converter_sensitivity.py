@@ -19,7 +19,7 @@ from wisparse.converter.flow import BlockFlow
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.search.refinement import Channels, Refinement, batch_gradient, measure_batch
 from wisparse.converter.search.search import SearchSettings, search
-from wisparse.converter.sensitivity import backward, fisher_diagonal, kl_rows, quadratic_damage
+from wisparse.converter.sensitivity import DenseReference, backward, fisher_diagonal, kl_rows, quadratic_damage
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.kernels.reference import keep_mask
@@ -58,7 +58,7 @@ def test_fisher_of_the_last_projection_is_the_closed_form(calib: CalibrationStat
     to_logits = calib.flow.head.weight @ weight
     variance = (p @ to_logits.square()) - (p @ to_logits).square()
     generator = torch.Generator().manual_seed(0)
-    draws = [fisher_diagonal(calib.flow, calib.masked, 0, generator)[name] for _ in range(200)]
+    draws = [fisher_diagonal(calib.reference, 0, generator)[name] for _ in range(200)]
     torch.testing.assert_close(torch.stack(draws).mean(0).float(), variance.sum(0), rtol=0.1, atol=0.0)
 
 
@@ -66,7 +66,7 @@ def test_predicted_damage_is_the_measured_kl_while_it_is_small(calib: Calibratio
     calib.build_tables()
     thresholds = {name: [calib.thresholds({name: s})[name] for s in (0.2, 0.4)] for name in calib.names}
     generator = torch.Generator().manual_seed(1)
-    draws = [quadratic_damage(calib.flow, calib.masked, 0, generator, calib.scales, thresholds) for _ in range(60)]
+    draws = [quadratic_damage(calib.reference, 0, generator, calib.scales, thresholds) for _ in range(60)]
     predicted = measured = 0.0
     for name in calib.names:
         low, high = torch.tensor([draw[name] for draw in draws]).double().mean(0).div(calib.flow.num_counted).tolist()
@@ -82,19 +82,34 @@ def test_damage_is_of_what_the_mask_drops(calib: CalibrationState, monkeypatch: 
     monkeypatch.setattr(sensitivity, "backward", lambda *given: given[-1](name, Rows(x), gradient))
     thresholds = {name: [0.25, 0.3, 0.5, 0.6]}
     draw = torch.Generator().manual_seed(1)
-    found = quadratic_damage(calib.flow, calib.masked, 0, draw, {name: torch.ones(3)}, thresholds)
+    found = quadratic_damage(calib.reference, 0, draw, {name: torch.ones(3)}, thresholds)
     assert found[name] == [0.0, 0.75**2 / 2, 0.75**2 / 2, (0.75 - 2.5) ** 2 / 2]
 
 
 def test_a_large_vocabulary_is_gone_through_in_parts(calib: CalibrationState, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> dict[str, torch.Tensor]:
-        return fisher_diagonal(calib.flow, calib.masked, 0, torch.Generator().manual_seed(0))
+        return fisher_diagonal(calib.reference, 0, torch.Generator().manual_seed(0))
 
     whole = found()
     monkeypatch.setattr(sensitivity, "_LARGEST_LOGITS_CPU", 64 * 7)
     parts = found()
     for name in calib.names:
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("graph", [1 << 30, 1], ids=["one graph", "a graph for each block"])
+def test_a_backward_pass_leaves_the_dense_distributions(
+    calib: CalibrationState, graph: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "_LARGEST_GRAPH_BYTES", graph)
+    monkeypatch.setattr(sensitivity, "_LARGEST_LOGITS_CPU", 64 * 7)
+    chunks = range(-(-calib.flow.num_counted // 7))
+    dense = DenseReference(calib.flow, calib.masked)
+    expected = [dense.distribution(0, index) for index in chunks]
+    fisher_diagonal(calib.reference, 0, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(calib.flow, "final", None)  # no further pass
+    for index in chunks:
+        assert all(map(torch.equal, calib.reference.distribution(0, index), expected[index]))
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 0], ids=["kept", "computed again"])

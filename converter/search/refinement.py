@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.reference import scores
 
 from ..calibration_state import CalibrationState
 from ..experts import Rows
-from ..masking import MaskedModel
+from ..masking import MaskedModel, ones
 from ..planes import by_plane, from_planes
 from ..processes import Processes, Progress
 from ..sensitivity import DenseReference, backward
@@ -43,6 +43,8 @@ _MOST_TOKENS_PER_STEP = 16384
 _EPOCHS, _ENOUGH_TOKENS = 6, 32768
 _SHARE_TOKENS = 2048
 
+# The KL grows about like this power of the sparsity: candidates within a point of the target are compared at it.
+_POWER = 3.5
 _WIDTH = 0.3  # of the sigmoid
 _SMALLEST = 1e-30
 _SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
@@ -185,6 +187,7 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
     slope: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
     totals: list[Tensor] = []
+    shared: list[tuple[Tensor, Tensor]] = []  # the last input and its log|x| / width: q, k and v share one
 
     def gradient_of(final: Tensor) -> Tensor:
         kl, at_final = reference.kl_gradient(batch, final)
@@ -194,12 +197,15 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
     def receive(name: str, rows: Rows, at_input: Tensor) -> None:
         x = rows.x.float()
         u = rows.scale(by_name[name])
-        soft = x.abs().clamp_min_(_SMALLEST).log_().add_(u).div_(_WIDTH).sigmoid_()
-        weight = soft.mul_(1 - soft).div_(_WIDTH)
-        slope[name] = rows.total(weight).double().to(device)
-        gradient[name] = rows.total(weight.mul_(x).mul_(at_input)).double().to(device)
+        if not shared or shared[0][0] is not rows.x:
+            shared[:] = [(rows.x, x.abs().clamp_min_(_SMALLEST).log_().div_(_WIDTH))]
+        soft = torch.add(shared[0][1], u, alpha=1 / _WIDTH).sigmoid_()
+        weight = torch.addcmul(soft, soft, soft, value=-1)  # times the width
+        slope[name] = rows.total(weight).double().div_(_WIDTH).to(device)
+        gradient[name] = rows.total(weight.mul_(x).mul_(at_input)).double().div_(_WIDTH).to(device)
         # By the forward pass's own comparison: near the threshold the sign of log|x| + u may differ by rounding.
-        kept[name] = keep_mask(x, u.exp(), 1.0).count_nonzero().double().to(device)
+        score = scores(x, u.exp())
+        kept[name] = ones(torch.ge(score, 1.0, out=score)).to(device)
 
     # The dense model's distributions have to be computed before the masks are set.
     reference.distribution(batch, 0)
@@ -251,11 +257,13 @@ def refine(
         widths = channels.widths.items()
         return {n: 1 - k / num_tokens / width for k, (n, width) in zip(kept, widths, strict=True)}, kl / num_tokens
 
-    def on_target(u: Tensor, batches: Sequence[int], sensitivity: float) -> Tensor:
-        """u plus a constant that brings the sparsity near the target."""
-        dropped, _ = measured(u, batches)
+    def on_target(
+        u: Tensor, batches: Sequence[int], sensitivity: float, *, with_kl: bool = False
+    ) -> tuple[Tensor, float]:
+        """u plus a constant that brings the sparsity near the target, and about what the KL is there."""
+        dropped, kl = measured(u, batches, with_kl=with_kl)
         mean = mean_sparsity([dropped[name] for name in channels.sizes], list(channels.sizes.values()))
-        return u + (mean - target) / sensitivity
+        return u + (mean - target) / sensitivity, kl * (target / max(mean, _SMALLEST)) ** _POWER
 
     logits = {n: (s.cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n, s in scales.items()}
     start = begin = channels.join(logits).to(flow.device)
@@ -267,7 +275,7 @@ def refine(
     if steps and after is not None:
         moved, sensitivity = after
         steps, distance = max(1, round(_WARM_START * steps)), _WARM_START * distance
-        begin = on_target(start + moved.to(start.device), held_out or batches, sensitivity)
+        begin, _ = on_target(start + moved.to(start.device), held_out or batches, sensitivity)
     state = Refinement(begin, steps, distance)
     length = 2 * sum(channels.lengths) + len(channels.widths) + 2
     with progress.stage("Refinement", steps) as stage:
@@ -283,8 +291,8 @@ def refine(
         if steps and held_out:
             candidates = []
             for part in PARTS:  # all at the same sparsity
-                u = on_target(state.partway(part, start), held_out, state.sensitivity)
-                candidates.append((measured(u, held_out, with_kl=True)[1], part, u))
+                u, kl = on_target(state.partway(part, start), held_out, state.sensitivity, with_kl=True)
+                candidates.append((kl, part, u))
             outcome = min(candidates, key=lambda candidate: candidate[:2])[2]
             history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in candidates}
         # Some of the tokens are enough here: `final_thresholds` uses all.

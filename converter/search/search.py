@@ -336,13 +336,18 @@ class Run:
 
     def measure_sensitivities(self) -> dict[str, Any]:
         calib = self.calib
-        flow, masked, batches = calib.flow, calib.masked, range(calib.flow.num_batches)
+        flow, reference, batches = calib.flow, calib.reference, range(calib.flow.num_batches)
+        # Where there are enough tokens, the damages are predicted on others than the scales are taken from.
+        few = min(-(-_DAMAGE_TOKENS // flow.input_ids[0].numel()), len(batches))
+        weighed = batches[: max(len(batches) - few, -(-len(batches) // 2))]
+        damaged = batches[-few:]
         planes = self.levels.source.planes
         with self.progress.stage("Sensitivities"):
-            diagonals = self.processes.spread(batches, lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b)))
+            diagonals = self.processes.spread(weighed, lambda b: fisher_diagonal(reference, b, self.draw(2 * b)))
+            counted = sum(int(flow.counted[b].sum()) for b in weighed)
             for name, norm in self.norms.items():
                 total = sum((by_name[name] for by_name in diagonals), torch.zeros_like(diagonals[0][name]))
-                mean = total / flow.num_counted
+                mean = total / counted
                 if norm.dim() == 2:  # experts
                     mean = drawn_to_pool(total, not name.endswith("down_proj"), planes)
                 weighted = loss_weighted_norm(norm, mean)
@@ -350,12 +355,11 @@ class Run:
         self.build_tables()
         with self.progress.stage("Predicted damage"):
             thresholds = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}
-            part = batches[: -(-_DAMAGE_TOKENS // flow.input_ids[0].numel())]
             sums = self.processes.spread(
-                part, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, thresholds)
+                damaged, lambda b: quadratic_damage(reference, b, self.draw(2 * b + 1), calib.scales, thresholds)
             )
         by_level = {name: zip(*(batch[name] for batch in sums), strict=True) for name in self.names}
-        counted = sum(int(flow.counted[b].sum()) for b in part)
+        counted = sum(int(flow.counted[b].sum()) for b in damaged)
         damages = {name: [sum(row) / counted for row in by_level[name]] for name in self.names}
         return {"scales": dict(calib.scales), "tables": dict(calib.tables), "damages": damages}
 
