@@ -173,9 +173,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         count = sum(one.in_features * one.out_features * len(one.parts) for one in config.projections())
         # Experts' planes are allocated beside transformers' parameters.
         working += count * dtype.itemsize * (2 if config.has_experts else 1)
-    unties = config.tie_word_embeddings and not config.fixed_hidden
-    untied = config.vocab_size * config.hidden_size if unties else 0
-    rotated_bytes = (num_in_memory + untied) * dtype.itemsize + working
+    rotated_bytes = (num_in_memory + config.untied_parameters) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)
     if settings.rotation == "pca" and fixed:
         raise UnsupportedModelError(f"--rotation pca: {fixed}; leave it out, or give none")
@@ -192,7 +190,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         settings = replace(settings, rotation="none")
     elif settings.rotation == "auto" and settings.weights != "int4":  # for int4 `compare_coordinates` decides
         settings = replace(settings, rotation="pca")
-    untied = untied if settings.rotation != "none" else 0
+    untied = config.untied_parameters if settings.rotation != "none" else 0
     needed = (num_in_memory + untied) * dtype.itemsize + working
     out = Path(os.path.abspath(settings.output_dir))
     existing = next(folder for folder in (out, *out.parents) if folder.exists())

@@ -68,11 +68,15 @@ class DenseReference:
         cached = self._cache[batch][index]
         return cached if self.keeps_distributions else self._p_log_p(cached.to(self._device))
 
+    @property
+    def takes_distributions(self) -> bool:
+        """Whether a dense backward pass may `keep` its own. On a GPU it has other attention kernels than a forward pass, and
+        a resumed run would compute other distributions."""
+        return self.keeps_distributions and self.flow.device.type == "cpu"
+
     def keep(self, batch: int, distributions: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Keep the `p_log_p` of a dense pass over a batch, if all are kept."""
-        # On a GPU a backward pass has other attention kernels, and a resumed run would compute other distributions.
-        if self.keeps_distributions and self.flow.device.type == "cpu":
-            self._cache[batch] = list(distributions)
+        """Keep the `p_log_p` of a dense pass over a batch."""
+        self._cache[batch] = list(distributions)
 
     def _p_log_p(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return p_log_p(self.flow.logits(rows))
@@ -180,9 +184,10 @@ def _label_gradient(reference: DenseReference, batch: int, generator: torch.Gene
         # d -log p(y) / d logits = p - onehot(y); in place, as a copy would be large
         at_labels = p.gather(1, labels)
         gradients.append(torch.autograd.grad(logits, rows, p.scatter_(1, labels, at_labels - 1))[0])
-        if reference.keeps_distributions:
+        if reference.takes_distributions:
             distributions.append((p.scatter_(1, labels, at_labels), sums))
-    reference.keep(batch, distributions)
+    if reference.takes_distributions:
+        reference.keep(batch, distributions)
     return torch.cat(gradients)
 
 

@@ -40,8 +40,8 @@ _OF_QUANTISED = (
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx", "input_scale"),
 )
-# Small enough that copied bytes are still in the CPU's cache when they are checked.
 _MODELOPT = "hf_quant_config.json"
+# Small enough that copied bytes are still in the CPU's cache when they are checked.
 _COPY_BYTES = 1 << 20
 
 

@@ -263,6 +263,11 @@ class ModelConfig:
         return bool(norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input)
 
     @property
+    def untied_parameters(self) -> int:
+        """Parameters that a rotation of the hidden state adds, as it unties the embeddings."""
+        return self.vocab_size * self.hidden_size if self.tie_word_embeddings and not self.fixed_hidden else 0
+
+    @property
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
 

@@ -97,8 +97,7 @@ def advise(
     shapes = [(one.out_features * max(1, one.experts), one.in_features) for one in config.projections()]
     parameters = sum(map(math.prod, expected_tensors(config).values()))
     conversion_memory = parameters * dtype.itemsize + working_bytes(config, dtype, settings)
-    if config.tie_word_embeddings and not config.fixed_hidden:  # rotation unties them
-        parameters += config.vocab_size * config.hidden_size
+    parameters += config.untied_parameters
     rows = []
     for one in forecasts:
         weight_type = WEIGHT_TYPES[one.weights]
