@@ -1,6 +1,7 @@
-"""Train a small mixture of experts: 17.6M parameters, 6 blocks of 16 experts, 2 of which a token takes.
+"""Train a small model of a family: a mixture of 16 experts, 2 of which a token takes (17.6M parameters), or one with
+Gemma 3's block, whose attention and MLP have a norm after them too (6.6M). Each has 6 blocks.
 
-    python benchmarks/train_experts.py --output PATH --minutes 3          # on a GPU
+    python benchmarks/train_models.py --model experts --output PATH --minutes 3          # on a GPU
 
 The text is the Python source of the packages installed beside torch (not transformers, whose models are evaluation text,
 nor the standard library) and sessions of an interpreter; the tokenizer is the example's. The model is not shipped.
@@ -21,11 +22,23 @@ import numpy as np
 import torch
 from quality import EXAMPLE
 from tokenizers import Tokenizer
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3MoeConfig
 
 from wisparse.runtime.tasks.generators import make_problems
 
 LENGTH, BATCH, RATE = 512, 64, 2e-3
+SHARED = {
+    "vocab_size": 8192, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 32, "intermediate_size": 704, "tie_word_embeddings": True, "max_position_embeddings": 2048,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3,
+}  # fmt: skip
+CONFIGS = {
+    "experts": Qwen3MoeConfig(
+        moe_intermediate_size=192, num_experts=16, num_local_experts=16, num_experts_per_tok=2, norm_topk_prob=True,
+        output_router_logits=True, router_aux_loss_coef=0.01, **SHARED,
+    ),
+    "gemma3": Gemma3TextConfig(query_pre_attn_scalar=32, sliding_window=512, **SHARED),
+}  # fmt: skip
 
 
 def encode(texts: list[str]) -> np.ndarray:
@@ -36,6 +49,7 @@ def encode(texts: list[str]) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(CONFIGS), required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--megabytes", type=int, default=120, help="of text, at most")
@@ -58,13 +72,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    config = Qwen3MoeConfig(
-        vocab_size=8192, hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
-        intermediate_size=704, moe_intermediate_size=192, num_experts=16, num_local_experts=16, num_experts_per_tok=2,
-        norm_topk_prob=True, output_router_logits=True, router_aux_loss_coef=0.01, tie_word_embeddings=True,
-        max_position_embeddings=2048, bos_token_id=0, eos_token_id=0, pad_token_id=3,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).to(options.device)
+    model = AutoModelForCausalLM.from_config(CONFIGS[options.model]).to(options.device)
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
