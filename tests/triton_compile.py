@@ -466,15 +466,15 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "chunk normed": partial(attention, arch, rows=16, norm=FP32, gated=True, scaled=True),
         "chunk gates last": partial(attention, arch, rows=128, gated=True, gates_last=True),
         "chunk 128": partial(attention, arch, rows=128),
-        **{f"{name} {kind}": partial(attention, arch, cached=codes, **given) for name, given in (
+        **{f"{name} {kind}": partial(attention, arch, cached=stored, **given) for name, given in (
             ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
-        ) for kind, codes in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
+        ) for kind, stored in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
         "chunk sunk": partial(attention, arch, rows=128, sunk=True, d=64, rotary=64, window=128, heads=64),
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
-        **{f"{name} {kind}": partial(latent, arch, cached=codes, **given) for name, given in (
+        **{f"{name} {kind}": partial(latent, arch, cached=stored, **given) for name, given in (
             ("latent", {}), ("latent batch", {"rows": 16, "splits": 1, "heads": 128}), ("chunk latent", {"rows": 512}),
             ("chunk latent 128 heads wide", {"rows": 512, "heads": 128}),
-        ) for kind, codes in (("", None), ("int8", I8), ("fp8", torch.float8_e4m3fn))},
+        ) for kind, stored in (("", None), ("int8", I8), ("fp8", torch.float8_e4m3fn))},
         "latent fp32": partial(latent, arch, dtype=FP32),
         "latent fp16 int8": partial(latent, arch, dtype=FP16, cached=I8),
         "delta net": partial(delta, arch),

@@ -190,8 +190,9 @@ def _kept_groups(order, e, choice: tl.constexpr):
 @triton.jit
 def _in_groups(value, e, kept, choice: tl.constexpr):
     """The values of experts ``e``, -inf outside the groups ``kept``."""
-    SIZE: tl.constexpr = choice.experts // choice.groups[0]
-    for g in tl.static_range(choice.groups[0]):
+    GROUPS: tl.constexpr = choice.groups[0]  # by an annotation: Triton 3.6 takes no tuple's element in static_range
+    SIZE: tl.constexpr = choice.experts // GROUPS
+    for g in tl.static_range(GROUPS):
         value = tl.where((e // SIZE == g) & (kept[g] == 0), float("-inf"), value)
     return value
 
