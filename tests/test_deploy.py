@@ -52,6 +52,11 @@ def pods(name: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 
 
 NAMES = ("production-stack", "llm-d", "kserve")
+SET_BY_CHART = {
+    "production-stack": {"PYTHONHASHSEED", "HF_HOME", "POD_IP", "PROMETHEUS_MULTIPROC_DIR"},
+    "llm-d": {"DP_SIZE", "TP_SIZE", "DP_SIZE_LOCAL", "HF_HOME"},
+    "kserve": set(),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,6 +72,22 @@ def test_pods_are_valid(name: str) -> None:
         assert mounted == {one["name"] for one in volumes}
         probe = container["startupProbe"]
         assert probe["periodSeconds"] * probe["failureThreshold"] >= 600, "a first start compiles kernels"
+
+
+def test_names_in_the_cluster() -> None:
+    """The claim that pods mount is made by a file here, and a secret that is not there keeps no pod from starting."""
+    claim = yaml.safe_load((DEPLOY / "cache.yaml").read_text("utf-8"))
+    kubernetes_validate.validate(claim, kubernetes_validate.latest_version(), strict=True)
+    for name in NAMES:
+        for container, volumes in pods(name):
+            claims = {one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one}
+            assert claims == (set() if name == "llm-d" else {claim["metadata"]["name"]})
+            entries = {one["name"]: one for one in container["env"]}
+            token = {"name": "hf-token", "key": "HF_TOKEN", "optional": True}
+            assert entries["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == token
+            # Helm 4 applies on the server, which refuses two entries of a name.
+            assert len(entries) == len(container["env"])
+            assert not entries.keys() & SET_BY_CHART[name]
 
 
 def settings(args: list[str]) -> Iterator[dict[str, Any]]:
@@ -105,5 +126,5 @@ def test_the_image() -> None:
             kept = {one["name"]: one["value"] for one in container["env"] if "value" in one}
             caches += kept.items()
             # What a second start should find: llm-d has a volume of its own for the model, vLLM's image no cache there.
-            assert ("VLLM_CACHE_ROOT" if name == "llm-d" else "HF_HOME") in kept
+            assert ("VLLM_CACHE_ROOT" if name == "llm-d" else "HF_HUB_CACHE") in kept
     assert all(path.startswith("/cache/") for _, path in caches)
