@@ -73,8 +73,13 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     """The text model's ``config.json`` from a source's, with every field under its transformers 5 name. Older names that
     the source has are kept too, for tools that know only them."""
     full, plain_type = require_stated(config)
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
 
+    if plain_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"config.json: model_type: expected one that transformers knows, found {plain_type!r} and transformers "
+            f"{__version__}; install a newer release: pip install -U transformers"
+        )
     base_defaults, text_config, wrapped = PreTrainedConfig().to_dict(), full, config["model_type"] in WRAPPERS
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
     for read_as in dict.fromkeys((text_config["model_type"], plain_type)):

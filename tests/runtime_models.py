@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 # fmt: off
 LLAMA3 = {
@@ -249,6 +250,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     **FAMILIES,
 }
+
+# Families that transformers 5.17, the oldest release that is promised, lacks.
+for _name in ("internlm3", "iquestcoder", "sarvam-mla", "flint"):
+    for _table in (FAMILIES, EXPERTS, VARIANTS):
+        if _name in _table and _table[_name][0] not in CONFIG_MAPPING:
+            del _table[_name]
 
 # One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
 # values, experts and a shared one, attention sinks.

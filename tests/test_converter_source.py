@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_formats_architectures import JUNK
 from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
+from transformers import LlamaConfig
 
 from wisparse.converter.config import full_config
 from wisparse.converter.source import choose_dtype, load_source
@@ -307,6 +308,12 @@ def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> 
 def test_refused_by_its_right_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         ModelConfig.from_dict(full_config(config))
+
+
+def test_a_family_that_an_older_transformers_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.CONFIG_MAPPING", {"llama": LlamaConfig})
+    with pytest.raises(UnsupportedModelError, match=r"'mistral' and transformers \d.*; install a newer .*-U"):
+        full_config(MISTRAL_SMALL)
 
 
 _keys = [*QWEN, *GEMMA, "rope_parameters", "quantization_config", "dtype"]
