@@ -71,11 +71,16 @@ def greedy(decoder: Decoder, prompt: Tensor, count: int, start: int | None = Non
 
 
 def runtime_tokens(
-    folder: Path, prompt: list[int], count: int, start: int | None = None, sparsity: float | None = None
+    folder: Path,
+    prompt: list[int],
+    count: int,
+    start: int | None = None,
+    sparsity: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[int]:
-    """Greedy tokens of the plain decoder in float32."""
+    """Greedy tokens of the plain decoder."""
     bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
-    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=dtype, max_seq_len=len(prompt) + count)
     return greedy(decoder, torch.tensor(prompt), count, start)[0]
 
 
