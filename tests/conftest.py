@@ -57,6 +57,10 @@ _LONG = ("test_cli", "test_kernels_triton", "test_every_family", "test_packaging
 
 def pytest_configure(config: pytest.Config) -> None:
     """A run of many files compiles the CPU's kernels beside the tests, which wait for those that they need."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import triton_worker
+
+        triton_worker.patch_once()
     spread = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     chosen = config.option.keyword or config.option.collectonly
     if spread and not chosen and (config.args_source is not pytest.Config.ArgsSource.ARGS or len(config.args) > 5):
