@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first (pytest-xdist hands out whole files in this order)."""
     rank = {name: place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(_LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Python's garbage collector looks no more at what imports and the collection made: it took 0.3 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
