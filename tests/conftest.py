@@ -52,8 +52,10 @@ regions += "linear_float32", "linear_bfloat16"
 if folder := launch.cache_folder():
     launch.compile_here("cpu_linear", str(folder), *dict.fromkeys(regions))
 """
+# Files that fork the worker dozens of times, while it is small: each time its memory is mapped anew, 0.1 s at 2 GB.
+_FORKING = ("test_formats_folder", "test_formats_card", "test_converter_state", "test_formats_write")
 # Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
-_LONG = ("test_cli", "test_kernels_triton", "test_every_family", "test_packaging", "test_converter_state")
+_LONG = ("test_every_family", "test_packaging", "test_cli", "test_kernels_triton", "test_kernels_cpu", "test_runtime_cpu")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,9 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first (pytest-xdist hands out whole files in this order)."""
-    rank = {name: place for place, name in enumerate(_LONG)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(_LONG)))
+    """Pytest-xdist hands out whole files in this order."""
+    rank = {name: place for place, name in enumerate((*_FORKING, *_LONG))}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 def pytest_collection_finish() -> None:
