@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import requirements
 import torch
 from test_structure import ROOMS, imports_of
 
@@ -107,13 +108,23 @@ def test_dependencies() -> None:
     assert sorted(pins) == sorted({line.replace(">=", "==").partition(",<")[0] for line in lines if ">=" in line})
 
 
-def test_every_module_imports(installs: dict[str, Path], tmp_path: Path) -> None:
+def test_every_module_imports(installs: dict[str, Path], checkout: Path) -> None:
+    """And in the checkout's folder transformers, beside the distribution named kernels."""
     # runtime.lm_eval and its task need the `eval` extra, the plug-in needs vLLM.
     names = [name for name in _modules() if not name.startswith(("wisparse.runtime.vllm", "wisparse.runtime.lm_eval"))]
     names = [name for name in names if "_task" not in name]
-    code = "import importlib, importlib.util\n"
-    _python(installs["plain"], f"{code}for name in {names!r}: importlib.import_module(name)", tmp_path)
-    _python(installs["editable"], f"{code}for name in {_modules()!r}: assert importlib.util.find_spec(name)", tmp_path)
+    code = (
+        "import importlib, importlib.metadata, sys; importlib.metadata.version('kernels')\n"
+        # transformers imports names from it as soon as it is installed.
+        "import kernels, transformers\n"
+        "from transformers.integrations import hub_kernels\n"
+        "sys.path.remove('')  # the checkout's folder\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(kernels.__file__, sys.modules['wisparse'].__file__)"
+    )
+    assert str(checkout) not in _python(installs["plain"], code, checkout)
+    code = f"import importlib.util\nfor name in {_modules()!r}: assert importlib.util.find_spec(name)"
+    _python(installs["editable"], code, checkout.parent)
 
 
 def test_what_is_installed(installs: dict[str, Path]) -> None:
@@ -125,17 +136,6 @@ def test_what_is_installed(installs: dict[str, Path]) -> None:
     page = {file.name for file in (site / "wisparse" / "runtime" / "serve" / "web").iterdir()}
     assert page == {"page.css", "page.html", "page.js", "markdown-it.min.js", "markdown-it.LICENSE"}
     assert (site / "wisparse" / "py.typed").exists()
-
-
-def test_transformers_imports_beside_a_distribution_named_kernels(installs: dict[str, Path], checkout: Path) -> None:
-    # The real one, from the test extra: transformers imports names from it as soon as it is installed.
-    code = (
-        "import importlib.metadata as m; m.version('kernels')\n"
-        "import kernels, transformers\n"
-        "from transformers.integrations import hub_kernels\n"
-        "print(kernels.__file__)"
-    )
-    assert str(checkout) not in _python(installs["plain"], code, checkout)
 
 
 def test_mypy_and_python_find_an_editable_install(installs: dict[str, Path], checkout: Path, tmp_path: Path) -> None:
@@ -289,11 +289,7 @@ def test_pages_are_up_to_date() -> None:
                 if line.startswith("$ wisparse"):
                     named = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", line))
                     assert named <= known, f"{page.name}: {line}"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "benchmarks/requirements.py"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
+    assert requirements.table() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
 
 
 def test_the_projects_address_is_the_same_everywhere() -> None:
