@@ -30,6 +30,10 @@ PROJECT = ""
 REPORT, CARD = "conversion_report.json", "README.md"
 LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 
+# Keeps the compiled template.
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+)
 _MAX_README_BYTES, _MAX_DOCUMENT_BYTES = 1 << 20, 32 << 20
 # Tags of a source that do not apply to its text model.
 _OF_PICTURES = re.compile(r"multi-?modal|vision|image|video|visual|vlm?\b")
@@ -164,11 +168,8 @@ def render_card(
             )
         ],
     )
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
     alphas = [entry.alpha for entry in recipe.projections]
-    return environment.get_template("card.md.jinja").render(
+    return _ENVIRONMENT.get_template("card.md.jinja").render(
         metadata=metadata.to_yaml(),
         title=title,
         level_of=level_of,

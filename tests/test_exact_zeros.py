@@ -15,6 +15,7 @@ from wisparse.converter.experts import find_experts
 from wisparse.converter.masking import sparsify
 from wisparse.formats.bundle import LEAST_ZEROS, Bundle
 
+pytestmark = pytest.mark.usefixtures("quick_conversion")
 PROMPT = torch.arange(40, 70)
 
 
@@ -91,16 +92,8 @@ def test_prompts_of_the_dense_level_and_other_tools_have_no_masks(bundle: Bundle
 
 def test_a_level_drops_all_zeros_whatever_its_share(tmp_path: Path) -> None:
     source = shifted(tmp_path / "source", -1.0)
-    wisparse.convert(
-        source,
-        tmp_path / "out",
-        sparsity=0.1,
-        search="uniform",
-        rotation="none",
-        num_samples=4,
-        seq_len=24,
-        device="cpu",
-    )
+    settings = {"search": "uniform", "rotation": "none", "num_samples": 4, "seq_len": 24, "device": "cpu"}
+    wisparse.convert(source, tmp_path / "out", sparsity=0.1, **settings)
     for entry in Bundle.open(tmp_path / "out").recipe.projections:
         if entry.name.endswith("down_proj"):
             assert entry.threshold > 0

@@ -205,24 +205,12 @@ def test_token_ids_are_those_of_sentencepiece(architecture: str, prefix: bool, t
         assert made.decode(made.encode(text).ids) == text
 
 
+@pytest.mark.usefixtures("quick_conversion")
 @pytest.mark.parametrize(("dtype", "weights"), [("float32", "native"), ("auto", "native"), ("auto", "int8")])
 def test_conversion(dtype: str, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_gguf("llama-3.1", tmp_path / "m.gguf", "Q4_K", {"general.license": "apache-2.0"})
     arguments = [tmp_path / "m.gguf", "-o", tmp_path / "out", "--dtype", dtype, "--weights", weights]
-    arguments += [
-        "--rotation",
-        "none",
-        "--sparsity",
-        "0",
-        "--search",
-        "uniform",
-        "--num-samples",
-        "2",
-        "--seq-len",
-        "16",
-        "--device",
-        "cpu",
-    ]
+    arguments += "--rotation none --sparsity 0 --search uniform --num-samples 2 --seq-len 16 --device cpu".split()
     with pytest.raises(SystemExit) as ended:
         convert_main([*map(str, arguments)])
     assert not ended.value.code

@@ -127,10 +127,10 @@ def test_the_second_turn_of_a_chat_sees_the_first(bundle: Path, model: Model) ->
 def test_a_stream_is_the_answer(model: Model, server: openai.OpenAI, sampling: dict[str, Any]) -> None:
     # More tokens than a sentence, with characters that the tokenizer spells in several tokens.
     ask = [{"role": "user", "content": "Write 東京 and ελληνικά, then count from 1 to 12."}]
-    whole = model.generate(ask, max_new_tokens=60, **sampling).text
-    assert "".join(piece.text for piece in model.stream(ask, max_new_tokens=60, **sampling)) == whole
-    over_http = chat(server, ask, max_tokens=60, **sampling)
-    chunks = chat(server, ask, max_tokens=60, stream=True, stream_options={"include_usage": True}, **sampling)
+    whole = model.generate(ask, max_new_tokens=30, **sampling).text
+    assert "".join(piece.text for piece in model.stream(ask, max_new_tokens=30, **sampling)) == whole
+    over_http = chat(server, ask, max_tokens=30, **sampling)
+    chunks = chat(server, ask, max_tokens=30, stream=True, stream_options={"include_usage": True}, **sampling)
     *pieces, last = list(chunks)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == over_http.choices[0].message.content
     assert over_http.choices[0].message.content == whole
@@ -159,7 +159,7 @@ def test_transformers_with_our_masks(bundle: Path, dense: Any, their_tokenizer: 
     wisparse.sparsify(dense, bundle)
     apart = []
     with wisparse.load(bundle, device="cpu", dtype="float32") as model:
-        for words in TEXT.read_text("utf-8").split("\n\n")[:12]:
+        for words in TEXT.read_text("utf-8").split("\n\n")[:8]:
             given = torch.tensor([their_tokenizer.encode(words)])
             settings = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
             found = dense.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=2, **settings)
@@ -169,7 +169,7 @@ def test_transformers_with_our_masks(bundle: Path, dense: Any, their_tokenizer: 
                 apart.append(max(abs(float(theirs[token]) - value) for token, value in score.top))
     wisparse.desparsify(dense)
     assert max(apart[::2]) < 1e-3  # the prompts are dense
-    assert sorted(apart[1::2])[6] < 1e-3
+    assert sorted(apart[1::2])[4] < 1e-3
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
