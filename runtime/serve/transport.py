@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from importlib.resources import files
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -374,6 +375,13 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            # Since Python 3.12.1 a listener's end is waited for until all of its connections are closed.
+            for task in list(self.server_state.tasks):
+                task.cancel()
 
 
 def http_server(app: ASGIApp) -> Server:
