@@ -349,8 +349,8 @@ class GgufWeights(TensorFile):
             order = np.arange(rows.shape[0]).reshape(rows.heads, -1, 2).swapaxes(1, 2).ravel()
             if len(rows.shape) > 1:
                 order = order[first:last]
-                low = int(order.min())
-                values = self.file.rows(rows.stored, low, int(order.max()) + 1)[order - low]
+                low = int(np.min(order))
+                values = self.file.rows(rows.stored, low, int(np.max(order)) + 1)[order - low]
             else:
                 values = self.file.rows(rows.stored, 0, 1)[:, order]
         data = torch.from_numpy(np.ascontiguousarray(values)).view(-1).view(torch.uint8)

@@ -98,7 +98,7 @@ def uniform(seed: int, position: int) -> float:
 def choose(logits: np.ndarray, settings: SamplingParams, position: int) -> int:
     """Sample a token from logits (V,); -1 if one is NaN or the largest is infinite. In numpy, whose small operations take a
     third of torch's time."""
-    best = int(logits.argmax())  # the lowest id of the largest logit, or the first NaN
+    best = int(np.argmax(logits))  # the lowest id of the largest logit, or the first NaN
     if not math.isfinite(logits[best]):
         return -1
     return best if settings.greedy else _draw(logits, settings, position)
