@@ -54,8 +54,9 @@ if folder := launch.cache_folder():
 """
 # Files that fork the worker dozens of times, while it is small: each time its memory is mapped anew, 0.1 s at 2 GB.
 _FORKING = ("test_formats_folder", "test_formats_card", "test_converter_state", "test_formats_write")
-# Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
-_LONG = ("test_every_family", "test_packaging", "test_cli", "test_kernels_triton", "test_kernels_cpu", "test_runtime_cpu")
+# Files that take longest: a worker that begins one of them last would run alone for minutes. The last ones wait for
+# compiled kernels.
+_LONG = ("test_cli", "test_kernels_triton", "test_every_family", "test_packaging")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -209,10 +209,10 @@ def test_token_ids_are_those_of_sentencepiece(architecture: str, prefix: bool, t
 @pytest.mark.parametrize(("dtype", "weights"), [("float32", "native"), ("auto", "native"), ("auto", "int8")])
 def test_conversion(dtype: str, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_gguf("llama-3.1", tmp_path / "m.gguf", "Q4_K", {"general.license": "apache-2.0"})
-    arguments = [tmp_path / "m.gguf", "-o", tmp_path / "out", "--dtype", dtype, "--weights", weights]
-    arguments += "--rotation none --sparsity 0 --search uniform --num-samples 2 --seq-len 16 --device cpu".split()
+    arguments = f"{tmp_path}/m.gguf -o {tmp_path}/out --dtype {dtype} --weights {weights} --rotation none --sparsity 0"
+    arguments += " --search uniform --num-samples 2 --seq-len 16 --device cpu"
     with pytest.raises(SystemExit) as ended:
-        convert_main([*map(str, arguments)])
+        convert_main(arguments.split())
     assert not ended.value.code
     said = "dequantised from GGUF, Q4_K (23); quality is measured against the dequantised weights"
     assert "dequantised from GGUF, Q4_K (23); quality is measured" in " ".join(capsys.readouterr().out.split())
