@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -33,6 +33,10 @@ _ROWS = 8192
 _BATCH_SIZE = 4  # sequences
 # Tokens on which the rotated model is compared with the source, and the largest KL, nats per token, that is accepted.
 _TOKENS, _MAX_KL = 256, 0.02
+# The same where norms after attention and MLP are fitted: about the KL of two computations in bfloat16. Above it the hidden
+# state is left as it is.
+_MAX_FITTED_KL = 0.005
+_FIT_STEPS = 30
 _OF_VALUES = ("v_proj", "qkv_proj", "o_proj")  # roles
 
 
@@ -42,6 +46,8 @@ class Rotation:
 
     residual: Tensor | None  # Q (hidden_size, hidden_size)
     heads: tuple[Tensor | None, ...]  # per block, R of each key-value head: (num_kv_heads, head_dim, head_dim)
+    # Name of the weight of a norm after attention or MLP -> its factors (hidden_size,) for the rotated hidden state.
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
@@ -70,7 +76,7 @@ def find_rotation(
 ) -> Rotation:
     """Principal directions over the counted tokens, in the dense model."""
     config = source.config
-    fixed, input_norms = config.fixed_hidden, _input_norms(config)
+    fixed, before = config.fixed_hidden, _norms(config)[0]
     zeros = partial(torch.zeros, dtype=torch.float64, device=source.device)
     hidden_moments = zeros(config.hidden_size, config.hidden_size)
     values_of = [_values_of(config, index) for index in range(config.num_blocks)]
@@ -83,16 +89,19 @@ def find_rotation(
     first_roles = () if fixed else (config.architecture.qkv[0], "in_proj", config.architecture.gate_up[0])
     first = {one.name: one.chosen for one in config.projections() if one.role in first_roles}
     outputs = {one.name: values_of[one.block] for one in config.projections() if one.role == "o_proj"}
-    norms = {name: norm_factors(checkpoint, input_norms[name], "cpu") for name in first}
+    norms = {name: norm_factors(checkpoint, norm, "cpu") for name in first if (norm := before[name]) is not None}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH_SIZE)
     batch = 0
 
     def observe(name: str, x: Tensor) -> None:
         if name in first:
             x = Rows.counted(source.projections[name], x, flow.counted[batch], flow.places[batch]).x.float()
-            weight = norms[name].to(x.device)
-            nonzero = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
-            x = torch.where(nonzero, x / torch.where(nonzero, weight, 1.0), 0.0)
+            if name in norms:
+                weight = norms[name].to(x.device)
+                nonzero = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
+                x = torch.where(nonzero, x / torch.where(nonzero, weight, 1.0), 0.0)
+            else:  # the hidden state itself, which grows from block to block
+                x = torch.nn.functional.rms_norm(x, x.shape[-1:])
             hidden_moments.add_((x.T @ x).double() / first[name])  # as many experts have a row of each token
         elif (maker := outputs.get(name)) is not None:
             moments = head_moments[maker]
@@ -106,7 +115,58 @@ def find_rotation(
             advance()
     heads = {index: _directions(moments) for index, moments in head_moments.items()}
     turned = tuple(None if index is None else heads[index] for index in values_of)
-    return Rotation(None if fixed else _directions(hidden_moments), turned)
+    if fixed:
+        return Rotation(None, turned)
+    residual = _directions(hidden_moments)
+    return Rotation(residual, turned, _fit_output_norms(source, checkpoint, flow, residual, advance))
+
+
+@torch.no_grad()
+def _fit_output_norms(
+    source: SourceModel, checkpoint: Checkpoint, flow: BlockFlow, residual: Tensor, advance: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Factors of the norms after attention and MLP for the rotated hidden state, by name of the weight.
+
+    A norm with factors w adds w y / rms(y), in rotated coordinates r / rms(y) with r = (w y) Q. Where the rows before it
+    give r / f, a norm with factors f adds r / rms(r / f): of the same direction, and equal if all w are. The other error,
+    of length, is made small by least squares: v = f**-2 > 0 such that r² v is y² in the mean over channels, relative to it.
+    The multiplicative updates (Daube-Witherspoon and Muehllehner 1986) begin with equal factors and keep v positive."""
+    inputs: dict[str, list[Tensor]] = {}
+    q, hidden, factors = residual.to(source.device), flow.start(), dict[str, Tensor]()
+
+    def fit(name: str, y: Tensor) -> Tensor:
+        # Channels' parts of the mean of squares, tokens in rows.
+        parts = ((y * norm_factors(checkpoint, name, y.device)) @ q.to(y.device)).square_()
+        parts /= y.square().sum(-1, keepdim=True).clamp_min(1e-30)
+        total, sums = parts.sum(-1), parts.sum(0)
+        v = torch.full_like(sums, float(total.sum() / total.square().sum()))
+        for _ in range(_FIT_STEPS):
+            v *= sums / (parts.T @ (parts @ v)).clamp_min(1e-30)
+        # A channel that nothing is added to has no sum.
+        return v.clamp_min(1e-4 * v.mean()).rsqrt().cpu()
+
+    def record(name: str, batch: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[name].append(Rows.counted(module, args[0], flow.counted[batch], flow.places[batch]).x.float())
+
+    after = dict.fromkeys(filter(None, _norms(source.config)[1].values()))
+    for block in range(source.config.num_blocks if after else 0):
+        prefix = f"model.layers.{block}."
+        inputs = {name: [] for name in after if name.startswith(prefix)}
+        for batch, state in enumerate(hidden):
+            hooks = [
+                source.model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(
+                    partial(record, name, batch)
+                )
+                for name in inputs
+            ]
+            try:
+                hidden[batch] = flow.block(block, batch, state)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        factors |= {name: fit(name, torch.cat(rows)) for name, rows in inputs.items()}
+        advance()
+    return factors
 
 
 def _directions(moments: Tensor) -> Tensor:
@@ -148,14 +208,25 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         turned = {name: one for name, one in roles.items() if one is not None and one.role in _OF_VALUES}
         return derived({name: checkpoint.tensors[name] for name in turned}, lambda name: with_heads(name, turned[name]))
 
-    q, input_norms = rotation.residual.to(device), _input_norms(config)
+    q, (before, after) = rotation.residual.to(device), _norms(config)
+    offset = float(config.architecture.norm_offset)
     stacked = {one.name: (part, one) for part, one in stacked_experts(config).items()}
     final_norm = f"{config.architecture.final_norm}.weight"
     head = config.embedding if config.tie_word_embeddings else LM_HEAD
 
     @cache  # many experts share a norm
-    def norm_of(name: str) -> Tensor:
-        return norm_factors(checkpoint, name, device)
+    def norm_of(name: str | None) -> Tensor | float:
+        return 1.0 if name is None else norm_factors(checkpoint, name, device)
+
+    def fitted(name: str) -> Tensor:
+        """A norm's factors, rounded as they are stored."""
+        stored = (rotation.outputs[name].to(device) - offset).to(checkpoint.tensors[name].dtype)
+        return stored.float() + offset
+
+    def writer(projection: str) -> Tensor:
+        """What a projection's output is multiplied by from the right."""
+        norm = after[projection]
+        return q if norm is None else norm_factors(checkpoint, norm, device)[:, None] * q / fitted(norm)
 
     def embedding(name: str, weight: Tensor | float) -> Tensor:
         stored = checkpoint.tensor(name)
@@ -167,25 +238,29 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
             return embedding(name, 1.0)
         if name == LM_HEAD:
             return embedding(head, norm_of(final_norm))
-        if name == final_norm or name in input_norms.values():
-            return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
+        if name == final_norm or name in before.values():
+            return torch.full((config.hidden_size,), 1.0 - offset, device=device)
+        if name in rotation.outputs:
+            return fitted(name) - offset
         projection, _, kind = name.rpartition(".")
         if name in stacked and name.endswith("down_proj"):  # of all experts, transposed
-            return torch.stack([(expert.to(device).float() @ q).cpu() for expert in checkpoint.tensor(name)])
+            turn = writer(stacked[name][0].removesuffix(".weight"))
+            return torch.stack([(expert.to(device).float() @ turn).cpu() for expert in checkpoint.tensor(name)])
         if name in stacked and name.endswith("gate_up_proj"):
-            norm = norm_of(input_norms[stacked[name][0].removesuffix(".weight")])[:, None]
-            return torch.stack([(q.T @ (norm * expert.to(device).float())).cpu() for expert in checkpoint.tensor(name)])
+            norm = norm_of(before[stacked[name][0].removesuffix(".weight")])
+            experts = ((expert.to(device).float().T * norm) @ q for expert in checkpoint.tensor(name))
+            return torch.stack([expert.T.cpu() for expert in experts])
         if projection in by_name:
             value = with_heads(name, by_name[projection])
-            if by_name[projection].role.removeprefix("shared_") in ("o_proj", "out_proj", "down_proj"):
-                return q.T @ value
-            return (value * norm_of(input_norms[projection])) @ q if kind == "weight" else value
+            if projection in after:
+                return writer(projection).T @ value
+            return (value * norm_of(before[projection])) @ q if kind == "weight" else value
         value = checkpoint.tensor(name, device).float()
         if name in stacked:  # biases
-            return value @ q if "down_proj" in name else value
+            return value @ writer(stacked[name][0].removesuffix(".bias")) if "down_proj" in name else value
         # A router, its bias, sinks, or q/k norms
-        reads = projection in input_norms and kind == "weight"
-        return (value * norm_of(input_norms[projection])) @ q if reads else value
+        reads = projection in before and kind == "weight"
+        return (value * norm_of(before[projection])) @ q if reads else value
 
     tensors = {name: replace(info, file="") for name, info in checkpoint.tensors.items() if name != LM_HEAD}
     tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="")
@@ -194,22 +269,30 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     return derived(tensors, make, tensors=tensors, **changed)
 
 
-def _input_norms(config: ModelConfig) -> dict[str, str]:
-    """Projections and routers that read the hidden state -> the weight of the norm before them."""
-    arch = config.architecture
-    norms: dict[str, str] = {}
+def _norms(config: ModelConfig) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """Projections and routers that read the hidden state -> the weight of the norm before them, and projections that add to
+    it -> of the norm after them; None: there is no such norm."""
+    arch, norms = config.architecture, config.norms
+    before: dict[str, str | None] = {}
+    after: dict[str, str | None] = {}
+
+    def weight(block: int, norm: str | None) -> str | None:
+        return None if norm is None else f"model.layers.{block}.{norm}.weight"
+
     for projection in config.projections():
-        role = projection.role.removeprefix("shared_")
+        role, names = projection.role.removeprefix("shared_"), (projection.name, *projection.parts)
         if role in (*arch.qkv, "in_proj", *arch.gate_up):
-            norm = arch.norms.mlp_input if role in arch.gate_up else arch.norms.attention_input
-            names = (projection.name, *projection.parts)
-            norms |= dict.fromkeys(names, f"model.layers.{projection.block}.{norm}.weight")
+            norm = norms.mlp_input if role in arch.gate_up else norms.attention_input
+            before |= dict.fromkeys(names, weight(projection.block, norm))
+        elif role in ("o_proj", "out_proj", "down_proj"):
+            norm = norms.mlp_output if role == "down_proj" else norms.attention_output
+            after |= dict.fromkeys(names, weight(projection.block, norm))
     for index, block in enumerate(config.blocks):
         if block.experts is not None:
             for name in filter(None, (block.experts.router, block.experts.shared_gate)):
                 reader = f"model.layers.{index}.{name}".removesuffix(".weight")
-                norms[reader] = f"model.layers.{index}.{arch.norms.mlp_input}.weight"
-    return norms
+                before[reader] = weight(index, norms.mlp_input)
+    return before, after
 
 
 def norm_factors(checkpoint: Checkpoint, name: str, device: str | torch.device) -> Tensor:
@@ -233,8 +316,9 @@ def rotate(
         rotation = None
         if stages.processes.is_main:
             rotation_tokens = text()
-            num_batches = -(-rotation_tokens.num_samples // _BATCH_SIZE)
-            with stages.progress.stage("Principal directions", num_batches) as stage:
+            passes = -(-rotation_tokens.num_samples // _BATCH_SIZE)
+            passes += source.config.num_blocks * source.config.fitted_hidden
+            with stages.progress.stage("Principal directions", passes) as stage:
                 rotation = vars(find_rotation(source, checkpoint, rotation_tokens, stage.advance))
         return stages.processes.broadcast(rotation)
 
@@ -242,23 +326,33 @@ def rotate(
         ids = tokens.input_ids[:1, :_TOKENS].to(source.device)
         return source.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
 
-    made = rotated(checkpoint, Rotation(**stages.run("rotation", find)), source.device)
-    before = log_probs()
     model = source.model
-    output = model.get_output_embeddings()
-    if output.weight is model.get_input_embeddings().weight and not made.config.tie_word_embeddings:
-        output.weight = nn.Parameter(torch.empty_like(output.weight), requires_grad=False)
-        model.config.tie_word_embeddings = False
-    with stages.progress.stage("Rotating", len(made.tensors)) as stage:
-        load_weights(model, made, stage.advance)
-    # Rounding can make the KL of two almost equal models negative.
-    kl = max(0.0, float(kl_rows(before, log_probs()).double().mean()))
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+
+    def load(rotation: Rotation) -> tuple[Checkpoint, float]:
+        """The rotated checkpoint, loaded, and its KL."""
+        made = rotated(checkpoint, rotation, source.device)
+        if (output.weight is embedding.weight) != made.config.tie_word_embeddings:
+            untied = nn.Parameter(torch.empty_like(output.weight), requires_grad=False)
+            output.weight = embedding.weight if made.config.tie_word_embeddings else untied
+            model.config.tie_word_embeddings = made.config.tie_word_embeddings
+        with stages.progress.stage("Rotating", len(made.tensors)) as stage:
+            load_weights(model, made, stage.advance)
+        # Rounding can make the KL of two almost equal models negative.
+        kl = max(0.0, float(kl_rows(before, log_probs()).double().mean()))
+        return made, stages.processes.broadcast(kl)
+
+    rotation, before, rejected = Rotation(**stages.run("rotation", find)), log_probs(), None
+    made, kl = load(rotation)
+    if rotation.outputs and not kl <= _MAX_FITTED_KL:
+        rejected = kl
+        made, kl = load(Rotation(None, rotation.heads))
     if not kl <= _MAX_KL:
         far = f"rotated, the model is {kl:.2g} nats/token from what it was, expected less than {_MAX_KL:g}"
         advice = f"{source.dtype} is too coarse for it; convert it with --rotation none"
         raise UnsupportedModelError(f"{checkpoint.folder.name}: {far}: {advice}")
-    kind = "heads" if made.rotation is None else "pca"
-    return replace(source, config=made.config), made, RotationRecord(kind, kl, len(before))
+    kind = "heads" if made.rotation is None else "fitted" if rotation.outputs else "pca"
+    return replace(source, config=made.config), made, RotationRecord(kind, kl, len(before), rejected)
 
 
 @torch.no_grad()

@@ -106,6 +106,7 @@ class Architecture:
     wide_norms: bool = False  # norms multiply by the weight in float32
     output_eps: str | None = None  # config key, of the norms of outputs; None: ``eps``
     embedding_norm: bool = False  # RMSNorm without weight on the tokens' embeddings
+    always_tied: bool = False  # vLLM's model of the family has no output layer but the embedding
     qkv: tuple[str, ...] = _QKV[0]  # query, key and value projections, separate or fused
     gate_up: tuple[str, ...] = _GATE_UP[0]  # gate and up projections, separate or fused; or up alone
     # True, False, or the config key for it.
@@ -349,7 +350,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("Phi3ForCausalLM", window=True, partial=True, qkv=_QKV[1], gate_up=_GATE_UP[1]),
     # Gemma's first checkpoints say "gelu" for the tanh approximation.
     "gemma": Architecture("GemmaForCausalLM", **_GEMMA, activations={**ACTIVATIONS, "gelu": "gelu_tanh"}),
-    "gemma2": Architecture("Gemma2ForCausalLM", **_NEWER_GEMMA, attention_softcap="attn_logit_softcapping"),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", **_NEWER_GEMMA, always_tied=True, attention_softcap="attn_logit_softcapping"
+    ),
     "vaultgemma": Architecture(
         "VaultGemmaForCausalLM",
         **{**_NEWER_GEMMA, "norms": Norms(mlp_input="pre_feedforward_layernorm")},

@@ -68,14 +68,22 @@ class CalibrationRecord:
 
 @dataclass(frozen=True)
 class RotationRecord:
-    # ``pca``: to the principal directions of the hidden states over another text, and of each head's values; ``heads``: of
-    # these alone
+    # ``pca``: to the principal directions of the hidden states over another text, and of each head's values; ``fitted``: the
+    # same, where norms after attention and MLP are fitted to it, an approximation; ``heads``: of heads' values alone
     kind: str
-    kl: float  # KL(source || rotated) in nats per token, both dense, in the conversion's dtype: the effect of rounding
+    # KL(source || rotated) in nats per token, both dense, in the conversion's dtype: the effect of rounding and fitting
+    kl: float
     num_tokens: int  # of that measurement
+    # On disk only if it is known: the KL of a fitted rotation that was too high, where ``heads`` was taken in its place.
+    rejected_kl: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}: KL {self.kl:.2g} nats/token to the source, both dense ({self.num_tokens} tokens)"
+        found = f"{self.kind}: KL {self.kl:.2g} nats/token to the source, both dense ({self.num_tokens} tokens)"
+        if self.kind == "fitted":
+            return f"{found}: norms after attention and MLP are fitted to the rotated hidden state"
+        if self.rejected_kl is not None:
+            return f"{found}; the hidden state is not rotated: norms fitted to it would give KL {self.rejected_kl:.2g}"
+        return found
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,8 @@ class Recipe:
         for row in document.get("quality", {"rows": ()})["rows"]:
             if row["perplexity_stderr"] is None:
                 del row["perplexity_stderr"]
+        if "rotation" in document and document["rotation"]["rejected_kl"] is None:
+            del document["rotation"]["rejected_kl"]
         for one in (one for level in document["levels"] for one in level["projections"]):
             if not one["zeros"]:
                 del one["zeros"]

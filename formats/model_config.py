@@ -258,9 +258,18 @@ class ModelConfig:
 
     @property
     def fixed_hidden(self) -> bool:
-        """Whether weights of norms tie the hidden state to its coordinates, so that it cannot be rotated."""
-        norms = self.norms
-        return bool(norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input)
+        """Whether the hidden state cannot be rotated: norms whose weights tie it to its coordinates cannot be fitted."""
+        beside = self.per_layer_size or any(one.experts and one.experts.parallel_mlp for one in self.blocks)
+        return self._has_norms_after and bool(beside or (self.tie_word_embeddings and self.architecture.always_tied))
+
+    @property
+    def fitted_hidden(self) -> bool:
+        """Whether norms after attention or MLP are fitted to a rotated hidden state, which they tie to its coordinates."""
+        return self._has_norms_after and not self.fixed_hidden
+
+    @property
+    def _has_norms_after(self) -> bool:
+        return self.norms.attention_output is not None or self.norms.mlp_output is not None
 
     @property
     def untied_parameters(self) -> int:

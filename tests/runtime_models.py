@@ -27,8 +27,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 5.0,
     }),
+    # Without the cap the logits are so far apart that the model writes one token alone, on which channels are zero.
     "gemma3": ("gemma3_text", {
-        **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40, "rope_parameters": {
+        **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40, "final_logit_softcapping": 5.0, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0}, "sliding_attention": _NEAR,
         },
     }),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,9 +34,10 @@ def _is_fixed(kind: str) -> bool:
 FIXED = [name for name, (kind, _) in VARIANTS.items() if _is_fixed(kind)]
 # Tied, with biases, fused, with fewer key-value heads, with norms of 1 + weight, with multipliers; all others repeat these.
 QUICK = ("llama-tied", "llama-bias", "llama-head-dim", "phi3", "gemma", "granite", "qwen3", "ernie")
-# The values of heads alone: with norms after attention and MLP, also or only; with a norm of values, heads of two widths and
-# values that are keys too; with keys and values of other blocks.
-QUICK += ("gemma3", "glm4", "olmo2", "exaone4", "gemma4", "gemma4-small")
+# Norms after attention and MLP, also or only; a norm of values, heads of two widths and values that are keys too.
+FITTED = ("gemma3", "glm4", "olmo2", "exaone4", "gemma4")
+# The values of heads alone: an output layer that has to be the embedding; keys and values of other blocks.
+QUICK += (*FITTED, "gemma2", "gemma4-small")
 TURNED = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive)
     for name in (*VARIANTS, *SMALL)
@@ -54,8 +56,10 @@ def opened(folder: Path) -> tuple[SourceModel, Checkpoint]:
 
 @pytest.mark.parametrize("variant", TURNED)
 def test_a_turned_model_says_the_same(variant: str, tmp_path: Path) -> None:
-    """The model in memory, and the bundle that is written of it, read by transformers and by the runtime."""
+    """The model in memory, and the bundle that is written of it, read by transformers and by the runtime. Norms after attention
+    and MLP have equal weights, with which they too can be rotated."""
     folder = make_source(variant, tmp_path / "source")
+    set_output_norms(folder, lambda shape: torch.full(shape, 0.7))
     source, checkpoint = opened(folder)
     calibration = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
     tokens = torch.randint(3, VOCAB, (1, 24), generator=torch.Generator().manual_seed(1))
@@ -66,7 +70,8 @@ def test_a_turned_model_says_the_same(variant: str, tmp_path: Path) -> None:
     assert expected.abs().max() > 1, "logits this small would hide any difference"
     assert (found - expected).abs().max() < 1e-3
     fixed = checkpoint.config.fixed_hidden
-    assert (record.kind, record.num_tokens) == ("heads" if fixed else "pca", 24)
+    kind = "heads" if fixed else "fitted" if checkpoint.config.fitted_hidden else "pca"
+    assert (record.kind, record.num_tokens) == (kind, 24)
     assert record.kl < 1e-6
     outputs = [f"{one.name}.weight" for one in made.config.projections() if one.role == "o_proj"]
     assert not all(torch.allclose(checkpoint.tensor(name), made.tensor(name), atol=0.1) for name in outputs)
@@ -75,6 +80,51 @@ def test_a_turned_model_says_the_same(variant: str, tmp_path: Path) -> None:
     written = load_source(_copy_of(made, folder, tmp_path / "copy"), device="cpu").model
     with torch.no_grad():
         assert torch.equal(written(tokens, use_cache=False).logits, found)
+
+
+def set_output_norms(folder: Path, make: Callable[[torch.Size], torch.Tensor]) -> None:
+    """Give the norms after attention and MLP these factors."""
+    config, file = Checkpoint.open(folder, complete=full_config).config, folder / "model.safetensors"
+    tensors, offset = load_file(file), float(config.architecture.norm_offset)
+    ends = tuple(f".{one}.weight" for one in (config.norms.attention_output, config.norms.mlp_output) if one)
+    for name in tensors:
+        if name.endswith(ends):
+            tensors[name] = make(tensors[name].shape) - offset
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("variant", FITTED)
+def test_norms_are_fitted(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense model is near its source, and nearer than with the best equal factors."""
+    folder, generator = make_source(variant, tmp_path / "source"), torch.Generator().manual_seed(3)
+    set_output_norms(folder, lambda shape: 0.7 * (1 + 0.2 * torch.randn(shape, generator=generator)))
+    tokens = CalibrationTokens.from_rows(_rows(32), "numbers", 1)
+    fitted = rotate(*opened(folder), tokens, lambda: tokens)[2]
+    monkeypatch.setattr("wisparse.converter.rotation._FIT_STEPS", 0)
+    equal = rotate(*opened(folder), tokens, lambda: tokens)[2]
+    assert (fitted.kind, fitted.rejected_kl) == ("fitted", None)
+    assert fitted.kl < 0.9 * equal.kl < 0.005, f"fitted {fitted.kl:.2g}, equal {equal.kl:.2g}"
+
+
+@pytest.mark.usefixtures("quick_conversion")
+def test_norms_that_cannot_be_fitted(tmp_path: Path) -> None:
+    """The heads' values alone are rotated, embeddings stay tied, and the card says why."""
+    folder, generator = make_source("gemma3", tmp_path / "source"), torch.Generator().manual_seed(3)
+    set_output_norms(folder, lambda shape: torch.randn(shape, generator=generator).exp())
+    tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
+    source, made, record = rotate(*opened(folder), tokens, lambda: tokens)
+    assert record.kind == "heads"
+    assert record.kl < 1e-6
+    assert record.rejected_kl > 0.005
+    assert made.config.tie_word_embeddings
+    assert source.model.get_output_embeddings().weight is source.model.get_input_embeddings().weight
+    assert source.model.config.tie_word_embeddings
+    expected = hugging_face(folder)(tokens.input_ids, use_cache=False).logits
+    assert (source.model(tokens.input_ids, use_cache=False).logits - expected).abs().max() < 1e-3
+    out = convert(folder, tmp_path / "out", sparsity=0.5, search="fisher", num_samples=2, seq_len=24, device="cpu")
+    rotation = Bundle.open(out).recipe.rotation
+    assert rotation.kind == "heads"
+    assert f"would give KL {rotation.rejected_kl:.2g}" in (out / "README.md").read_text("utf-8")
 
 
 def _rows(count: int) -> list[list[int]]:

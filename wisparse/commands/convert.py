@@ -166,6 +166,8 @@ def _print_plan(plan: Plan) -> None:
     if settings.rotation != "none":
         parts = "each head's values" if config.fixed_hidden else "what flows through them"
         rotation += f": to the principal directions of {parts}"
+        if config.fitted_hidden:
+            rotation += "; of each head's values alone if norms after attention and MLP cannot be fitted to it"
         rotation += ", if int4 loses less there" * (settings.rotation == "auto")
     if plan.extra_embedding_bytes:
         rotation += f"; tied embeddings become two tensors, {shown_bytes(plan.extra_embedding_bytes)} more"
