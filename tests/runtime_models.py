@@ -302,7 +302,11 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         "mistral3", {"tie_word_embeddings": True},
         {"model_type": "ministral3", **FAMILIES["ministral3"][1], "tie_word_embeddings": True}, _PIXTRAL,
     ),
-    "gemma3": ("gemma3", {}, {"model_type": "gemma3_text", **FAMILIES["gemma3"][1]}, _SIGLIP),
+    "gemma3": (  # transformers' wrapper has no cap
+        "gemma3", {"tie_word_embeddings": False},
+        {"model_type": "gemma3_text", **FAMILIES["gemma3"][1], "final_logit_softcapping": None, "tie_word_embeddings": False},
+        _SIGLIP,
+    ),
     "gemma4": (
         "gemma4", {}, {"model_type": "gemma4_text", **FAMILIES["gemma4"][1]},
         {**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
