@@ -26,7 +26,12 @@ _NOT_READ = ("id2label", "label2id", "num_labels", "auto_map", "quantization_con
 _NO_CLAMP = 1e-30  # its logarithm is taken
 # Keys of multimodal rotary positions, which text alone does not use.
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
-
+# The release of transformers from which a family can be converted, if it is later than the lower bound: before it lacks the
+# family, or its text model (muse_glimmer_text), or computes other logits (granitemoehybrid).
+_SINCE = {
+    "flint": "5.21", "granitemoehybrid": "5.23", "internlm3": "5.23", "iquestcoder": "5.23", "muse_glimmer_text": "5.24",
+    "sarvam_mla": "5.24",
+}  # fmt: skip
 
 # Dimensions that every family states. Configuration classes make lists of the number of layers.
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -69,16 +74,25 @@ def _is_mxfp4(config: Mapping[str, Any]) -> bool:
     return config["model_type"] == "gpt_oss" and isinstance(method, dict) and method.get("quant_method") == "mxfp4"
 
 
+def release_needed(model_type: str) -> str | None:
+    """The first release of transformers whose model of this type can be converted, if the installed one is older."""
+    from transformers import __version__
+
+    needed = _SINCE.get(model_type)
+    numbers = [tuple(map(int, version.split(".")[:2])) for version in (__version__, needed or "0.0")]
+    return needed if numbers[0] < numbers[1] else None
+
+
 def full_config(config: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
     """The text model's ``config.json`` from a source's, with every field under its transformers 5 name. Older names that
     the source has are kept too, for tools that know only them."""
     full, plain_type = require_stated(config)
     from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
 
-    if plain_type not in CONFIG_MAPPING:
+    if needed := release_needed(plain_type):
         raise UnsupportedModelError(
-            f"config.json: model_type: expected one that transformers knows, found {plain_type!r} and transformers "
-            f"{__version__}; install a newer release: pip install -U transformers"
+            f"config.json: model_type {plain_type!r}: expected transformers {needed} or later, found {__version__}; "
+            "pip install -U transformers"
         )
     base_defaults, text_config, wrapped = PreTrainedConfig().to_dict(), full, config["model_type"] in WRAPPERS
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
@@ -110,6 +124,10 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
         if tied is not None:
             full["tie_word_embeddings"] = tied
     return full
+
+
+def _outside(token_id: Any, vocab_size: Any) -> bool:
+    return isinstance(token_id, int) and isinstance(vocab_size, int) and token_id >= vocab_size
 
 
 def _respelled(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,6 +202,9 @@ def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         raise UnsupportedModelError(f"{unknown}: use the unquantised checkpoint")
     # The outer config's token ids take precedence; its dtype is used where the text config has none.
     first = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+    # Releases before 5.21 save SmolVLM with the class's default, of a larger vocabulary; no embedding can have it.
+    if _outside(first.get("pad_token_id"), text_config.get("vocab_size")):
+        del first["pad_token_id"]
     types = ("dtype", "torch_dtype", "transformers_version")
     last = {key: config[key] for key in types if key in config and text_config.get(key) is None}
     text = {**text_config, **last, **first, "model_type": text_type}

@@ -53,7 +53,7 @@ def converted(source: Path, out: Path, search: str) -> Path:
 def hugging_face(folder: Path) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # transformers 5.17 takes torch's fused attention for Gemma 2 too, which cannot cap scores; later releases do not.
+    # transformers 5.19 takes torch's fused attention for Gemma 2 too, which cannot cap scores; later releases do not.
     capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None) is not None
     attention = {"attn_implementation": "eager"} if capped else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention).eval()

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
+
+from wisparse.converter.config import release_needed
+from wisparse.formats.architectures import WRAPPERS as TEXT_TYPES
 
 # fmt: off
 LLAMA3 = {
@@ -252,12 +254,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **FAMILIES,
 }
 
-# Families that transformers 5.17, the oldest release that is promised, lacks.
-for _name in ("internlm3", "iquestcoder", "sarvam-mla", "flint"):
-    for _table in (FAMILIES, EXPERTS, VARIANTS):
-        if _name in _table and _table[_name][0] not in CONFIG_MAPPING:
-            del _table[_name]
-
 # One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
 # values, experts and a shared one, attention sinks.
 FEATURES = ("seed-oss", "olmo2", "gemma2", "phi3-partial", "qwen3.5", "gemma4", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
@@ -330,7 +326,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     ),
     "smolvlm": (
         "smolvlm", {"scale_factor": 2, "image_token_id": 5, "tie_word_embeddings": True},
-        {"model_type": "llama", "tie_word_embeddings": True}, _SIGLIP,
+        {"model_type": "llama", "tie_word_embeddings": True, "pad_token_id": 0}, _SIGLIP,
     ),
     "llava": ("llava", {"image_token_id": 5}, {"model_type": "mistral", "sliding_window": 7}, _CLIP),
     "llava-next": ("llava_next", {"image_token_id": 5}, {"model_type": "qwen2"}, _CLIP),
@@ -357,6 +353,10 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {**_QWEN_NEW_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     ),
 }
+# What the oldest transformers that is promised cannot run.
+for _table in (FAMILIES, HYBRIDS, EXPERTS, VARIANTS, WRAPPERS):
+    for _name in [one for one, (kind, *_) in _table.items() if any(map(release_needed, TEXT_TYPES.get(kind, [kind])))]:
+        del _table[_name]
 # fmt: on
 
 
