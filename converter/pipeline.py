@@ -38,6 +38,7 @@ from wisparse.formats.write import write_bundle
 from .calibration import CalibrationTokens, load_calibration, write_calibration
 from .checks import end_turns, require_centred_weights, require_finite_logits, warn_of_absurd_perplexity
 from .cpu_kernels import start_compiling, wait_for_compilers
+from .equalization import equalize
 from .estimate import conversion_seconds
 from .gguf_source import gguf_weights, open_checkpoint, open_source
 from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
@@ -86,6 +87,7 @@ class Prepared:
     reference: list[Tensor]  # the logits on them before quantization, float16; empty for native weights
     rotation: RotationRecord | None = None
     compared: dict[str, Any] | None = None  # the KL with and without rotation
+    equalized: int = 0  # inputs of projections
 
 
 def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion | None:
@@ -270,6 +272,7 @@ def _prepare_model(plan: Plan, source: SourceModel, checkpoint: Checkpoint, stag
         return load_calibration(settings.calibration, source.tokenizer, None, *sizes[name], stages.progress)
 
     rotation_text, record, compared = partial(text, "rotation"), None, None
+    equalized = 0
     if settings.rotation == "auto":
         sparsity = settings.usual_default if settings.has_budget else settings.default_of(settings.levels)
         other = partial(text, "coordinates")
@@ -277,6 +280,8 @@ def _prepare_model(plan: Plan, source: SourceModel, checkpoint: Checkpoint, stag
         compared = {"sparsity": sparsity, "kl": kls}
     if settings.rotation == "pca" or (compared and kls["pca"] < kls["none"]):
         source, checkpoint, record = rotate(source, checkpoint, tokens, rotation_text, stages)
+    if record is not None or settings.weights == "int8":  # int4 in the source's coordinates loses by it
+        checkpoint, equalized = equalize(source, checkpoint, tokens if record is None else rotation_text(), stages)
     reference: list[Tensor] = []
     if settings.weights != "native":  # `source` computes with the quantized weights from here on
         kind, scale_dtype = settings.weights, checkpoint.dtype
@@ -290,7 +295,7 @@ def _prepare_model(plan: Plan, source: SourceModel, checkpoint: Checkpoint, stag
         if kind == "graded":
             source = read_in_planes(source, matrices)
     held_out = text("measurement") if texts or reference else None
-    return Prepared(source, checkpoint, tokens, held_out, reference, record, compared)
+    return Prepared(source, checkpoint, tokens, held_out, reference, record, compared, equalized)
 
 
 def _self_texts(
@@ -348,6 +353,8 @@ def _recipe(plan: Plan, model: Prepared, results: Mapping[float, SearchResult], 
     search["levels"] = [{"sparsity": sparsity, **details} for sparsity, details in zip(results, own, strict=True)]
     if model.compared is not None:
         search["coordinates"] = model.compared
+    if model.equalized:
+        search["equalized"] = model.equalized
     if choice is not None:
         search["budget"] = {"max_kl": settings.max_kl, "min_top1": settings.min_top1, **choice.to_dict()}
     return Recipe(

@@ -45,7 +45,7 @@ _PARTS = (
     ("Checking",),
     ("Fetching weights", "Reading the weights", "Loading the model"),
     ("Writing calibration text",),
-    ("Principal directions", "Rotating", "Quantising"),
+    ("Principal directions", "Rotating", "Equalising", "Quantising"),
     ("Quantiles", "Sensitivities", "Predicted damage", "Block search", "Refinement", "Thresholds", "Trying"),
     ("Measuring", "Block sensitivity"),
     ("Writing the bundle", "Compiling CPU kernels", "Uploading"),
