@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import itertools
 import logging
 import os
 import pickle
@@ -103,26 +104,25 @@ def laid_out(kind: str, weight: Tensor, group: int, scale_dtype: torch.dtype) ->
 def test_product_is_that_of_the_definition(kind: str, dtype: torch.dtype) -> None:
     """``dtype`` is the weight's or, of int4, that of its scales."""
     for n, k, group in SHAPES:
-        for rows in (1, 3, 8):
-            x, weight, bias, scale = case(n, k, dtype, rows)
-            bias = bias if n % 2 else None
-            x = x if kind == "native" else x.float()
-            matrix, weight = laid_out(kind, weight, group, dtype)
-            magnitude = weight.abs()
-            if kind.startswith("int4"):  # codes are summed as they are, and a group's zero is taken off its sum
-                scales = matrix.scale.float().transpose(1, 2).flatten(1)[:, :n].repeat_interleave(group, 0).T
-                magnitude = magnitude + 16 * scales
-            for threshold in (0.0, 0.8, 1e9):
-                y = sparse_linear(x, matrix, bias, scale, threshold)
-                assert (y.dtype, y.shape) == (x.dtype, (rows, n))
-                wanted, _ = exact(x, weight, bias, scale, threshold)
-                _, tolerance = exact(x, magnitude, bias, scale, threshold)
-                allowed = tolerance * (2 if kind == "int8" else 1) + half_step(wanted, x.dtype)
-                assert bool(((y.double() - wanted).abs() <= allowed * 1.001).all()), (n, k, rows, threshold)
-                assert torch.equal(y, torch.stack([sparse_linear(row, matrix, bias, scale, threshold) for row in x]))
-            if kind.startswith("int4"):
-                unit = torch.eye(k, dtype=dtype)
-                assert torch.equal(matrix.linear(unit, None), weight.to(dtype).T)
+        inputs, weight, bias, scale = case(n, k, dtype, rows=8)
+        bias = bias if n % 2 else None
+        inputs = inputs if kind == "native" else inputs.float()
+        matrix, weight = laid_out(kind, weight, group, dtype)
+        magnitude = weight.abs()
+        if kind.startswith("int4"):  # codes are summed as they are, and a group's zero is taken off its sum
+            scales = matrix.scale.float().transpose(1, 2).flatten(1)[:, :n].repeat_interleave(group, 0).T
+            magnitude = magnitude + 16 * scales
+            unit = torch.eye(k, dtype=dtype)
+            assert torch.equal(matrix.linear(unit, None), weight.to(dtype).T)
+        for rows, threshold in itertools.product((1, 3, 8), (0.0, 0.8, 1e9)):
+            x = inputs[:rows]
+            y = sparse_linear(x, matrix, bias, scale, threshold)
+            assert (y.dtype, y.shape) == (x.dtype, (rows, n))
+            wanted, _ = exact(x, weight, bias, scale, threshold)
+            _, tolerance = exact(x, magnitude, bias, scale, threshold)
+            allowed = tolerance * (2 if kind == "int8" else 1) + half_step(wanted, x.dtype)
+            assert bool(((y.double() - wanted).abs() <= allowed * 1.001).all()), (n, k, rows, threshold)
+            assert torch.equal(y, torch.stack([sparse_linear(row, matrix, bias, scale, threshold) for row in x]))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
