@@ -78,9 +78,9 @@ def release_needed(model_type: str) -> str | None:
     """The first release of transformers whose model of this type can be converted, if the installed one is older."""
     from transformers import __version__
 
-    needed = _SINCE.get(model_type)
-    numbers = [tuple(map(int, version.split(".")[:2])) for version in (__version__, needed or "0.0")]
-    return needed if numbers[0] < numbers[1] else None
+    needed = _SINCE.get(model_type, "0.0")
+    installed, first = (tuple(map(int, version.split(".")[:2])) for version in (__version__, needed))
+    return needed if installed < first else None
 
 
 def full_config(config: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:

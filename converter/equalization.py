@@ -118,6 +118,11 @@ def fit_factors(weights: Sequence[Tensor], moments: Tensor) -> Tensor:
     return best if error(best) < _LEAST_GAIN * error(ones) else ones
 
 
+def _divide_offset(weight: Tensor, factors: Tensor) -> Tensor:
+    """The weight, float64, of a norm by 1 + weight whose channels are divided."""
+    return (1.0 + weight.double()) / factors.to(weight.device) - 1.0
+
+
 @torch.no_grad()
 def equalize(
     source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, stages: Stages = NO_STATE
@@ -149,7 +154,7 @@ def equalize(
         if not one.offset:
             return True
         weight = checkpoint.tensor(one.makers[0])
-        divided = (1.0 + weight.double()) / factors[one.name] - 1.0
+        divided = _divide_offset(weight, factors[one.name])
         return torch.equal(divided.to(weight.dtype).double(), divided)
 
     inputs = [one for one in inputs if is_kept(one)]
@@ -162,7 +167,7 @@ def equalize(
         if name in columns:
             value *= columns[name].to(value.device)
         if name in offset:
-            value = ((1.0 + value.double()) / rows[name].to(value.device) - 1.0).to(value.dtype)
+            value = _divide_offset(value, rows[name]).to(value.dtype)
         elif name in rows:
             divisor = rows[name].to(value.device)
             value[-len(divisor) :] /= divisor.view(-1, *[1] * (value.dim() - 1))

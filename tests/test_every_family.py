@@ -72,7 +72,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 
 @torch.inference_mode()
 def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> None:
-    """Dense logits are the source's, or the bundle's where norms are fitted, as ``dense`` computes them; sparse greedy tokens those of transformers, masked."""
+    """Dense logits are the source's, or the bundle's where norms are fitted, as ``dense`` computes them; sparse greedy tokens
+    those of transformers, masked."""
     verify_bundle(bundle)
     prompt, rotation = theirs.prompt, Bundle.open(bundle).recipe.rotation
     if rotation is not None and rotation.kind == "fitted":  # near the source; back ends compute what it says itself
