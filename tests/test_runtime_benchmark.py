@@ -17,7 +17,7 @@ from wisparse.commands import bench as bench_module
 from wisparse.commands.bench import command
 from wisparse.compiled import compiled_rates, time_compiled
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.benchmark import Workload, compare_weights, prompts
+from wisparse.runtime.benchmark import Workload, compare_weights, prompts, time_run
 
 
 def bench(bundle: Path, *options: str, env: dict[str, str | None] | None = None) -> Result:
@@ -26,8 +26,8 @@ def bench(bundle: Path, *options: str, env: dict[str, str | None] | None = None)
 
 
 def test_figures_hang_together(bundle: Path) -> None:
-    work = Workload(prompt_length=4, new_tokens=6, batch=2, runs=3)
-    model = load(bundle, device="cpu", backend="torch", max_seq_len=16, max_batch=2)
+    work = Workload(prompt_length=4, new_tokens=40, batch=2, runs=3)
+    model = load(bundle, device="cpu", backend="torch", max_seq_len=48, max_batch=2)
     found = compare_weights({"native": model}, work)["native"]
     assert found.sparsity == model.sparsity == 0.4
     assert found.dense.realised_sparsity == 0.0 < found.sparse.realised_sparsity < 1.0
@@ -39,6 +39,9 @@ def test_figures_hang_together(bundle: Path) -> None:
         assert speed.ideal_ms == pytest.approx(speed.bytes_per_step / found.read_gbps * 1e-6)
     assert 0.5 < found.read_gbps < 5000
     assert found.speedup == pytest.approx(found.sparse.tok_per_s / found.dense.tok_per_s)
+    model.decoder.measure_sparsity(True)
+    time_run(model.decoder, work)
+    assert found.sparse.realised_sparsity == model.decoder.realised_sparsity()
 
 
 @pytest.mark.parametrize("columns", ["", "80"])
