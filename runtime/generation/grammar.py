@@ -61,6 +61,7 @@ _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
 _UNENFORCED = ("uniqueItems", "propertyNames")
+_LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
 @functools.lru_cache(256)
@@ -70,12 +71,19 @@ def _log_ignored(what: str) -> None:
 
 def supported_schema(schema: Any, named: bool = False) -> Any:
     """A JSON schema without unknown formats, which do not constrain (JSON Schema's rule), and ``uniqueItems`` and
-    ``propertyNames``, which a grammar cannot check. ``named``: ``schema`` maps names to schemas, so its keys are no keywords."""
+    ``propertyNames``, which a grammar cannot check. A pattern that looks around, which llguidance refuses, is left out
+    beside a known format, and with its branch of ``anyOf`` if another is left. ``named``: ``schema`` maps names to
+    schemas, so its keys are no keywords."""
     if isinstance(schema, list):
         return [supported_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {}
+    kept: dict[str, Any] = {}
+    if not named and "pattern" in schema:
+        form = str(schema.get("format"))
+        # A time of zod's has no time zone, RFC 3339's needs one: together they fit no text.
+        dropped = "pattern" if form in _FORMATS and _looks_around(schema) else "format" if form == "time" else None
+        schema = {key: value for key, value in schema.items() if key != dropped}
     for key, value in schema.items():
         if not named and key == "format" and isinstance(value, str) and value not in _FORMATS:
             if re.fullmatch("uuid[1-8]", value):
@@ -87,7 +95,13 @@ def supported_schema(schema: Any, named: bool = False) -> Any:
         else:
             data = not named and key in DATA_KEYWORDS
             kept[key] = value if data else supported_schema(value, not named and key in NAMED_KEYWORDS)
+    if not named and isinstance(branches := kept.get("anyOf"), list):
+        kept["anyOf"] = [branch for branch in branches if not _looks_around(branch)] or branches
     return kept
+
+
+def _looks_around(schema: Any) -> bool:
+    return isinstance(schema, dict) and _LOOK_AROUND.search(str(schema.get("pattern"))) is not None
 
 
 @dataclass(frozen=True)
