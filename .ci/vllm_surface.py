@@ -49,12 +49,21 @@ SURFACE = {
     ],
     "model_executor/layers/quantization/auto_gptq.py": ["AutoGPTQConfig.get_quant_method", "AutoGPTQConfig.maybe_update_config"],
     "model_executor/layers/quantization/auto_awq.py": ["AutoAWQConfig.get_quant_method", "AutoAWQConfig.maybe_update_config"],
+    "model_executor/model_loader/base_loader.py": ["process_weights_after_loading", "BaseModelLoader.load_model"],
     "v1/worker/gpu_model_runner.py": ["GPUModelRunner._prepare_inputs"],
     "v1/worker/gpu/model_runner.py": ["GPUModelRunner.prepare_inputs"],
     "v1/worker/gpu/input_batch.py": ["InputBatch"],
     "v1/worker/gpu/states.py": ["RequestState"],
     "v1/metrics/loggers.py": ["StatLoggerBase", "StatLoggerBase.__init__", "StatLoggerBase.record", "load_stat_logger_plugin_factories"],
 }  # fmt: skip
+# Methods whose bodies we stand for: ``runtime/vllm/blocks.py`` computes what they do.
+BODIES = {
+    "model_executor/models/llama.py": ["LlamaMLP.forward", "LlamaDecoderLayer.forward", "LlamaModel.forward"],
+    "model_executor/models/mistral.py": ["MistralMLP.forward", "MistralDecoderLayer.forward", "MistralModel.forward"],
+    "model_executor/models/qwen2.py": ["Qwen2MLP.forward", "Qwen2DecoderLayer.forward", "Qwen2Model.forward"],
+    "model_executor/models/qwen3.py": ["Qwen3DecoderLayer.forward"],
+    "model_executor/layers/layernorm.py": ["RMSNorm.__init__"],
+}
 # Attributes that are read by name only.
 READ = {
     CLASS_OF_QUANT: ["online_quantization_config"],
@@ -68,6 +77,7 @@ READ = {
     "envs.py": ["VLLM_BATCH_INVARIANT"],
     "config/compilation.py": ["cudagraph_capture_sizes"],
     "config/scheduler.py": ["max_num_batched_tokens"],
+    "model_executor/layers/activation.py": ["SiluAndMul"],
     "model_executor/layers/linear.py": ["tp_rank"],
 }
 
@@ -79,6 +89,11 @@ def surface(folder: Path) -> list[str]:
         path = folder / "vllm" / file
         tree = ast.parse(path.read_text("utf-8")) if path.is_file() else ast.Module([], [])
         lines += [f"{file}: {name}{found(tree, name)}" for name in names]
+    for file, names in BODIES.items():
+        path = folder / "vllm" / file
+        tree = ast.parse(path.read_text("utf-8")) if path.is_file() else ast.Module([], [])
+        for name in names:
+            lines += [f"{file}: {name}: {line}" for line in body(tree, name)]
     for file, names in READ.items():
         path = folder / "vllm" / file
         text = path.read_text("utf-8") if path.is_file() else ""
@@ -101,6 +116,17 @@ def found(tree: ast.Module | ast.ClassDef, name: str) -> str:
         if isinstance(node, ast.ImportFrom) and any((one.asname or one.name) == first for one in node.names):
             return f" from {node.module}"
     return ": missing"
+
+
+def body(tree: ast.Module | ast.ClassDef, name: str) -> list[str]:
+    """The statements of a method, without comments."""
+    first, _, rest = name.partition(".")
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == first:
+            return body(node, rest)
+        if isinstance(node, ast.FunctionDef) and node.name == first:
+            return ast.unparse(node).splitlines()
+    return ["missing"]
 
 
 def main(folders: list[str]) -> int:

@@ -308,6 +308,7 @@ _DRAFTS: dict[str, Any] = {
     "block_size": 32, "disable_log_stats": False,
 }  # fmt: skip
 _CARDS: dict[str, Any] = {"tensor_parallel_size": 2}
+_COMPILED: dict[str, Any] = {"enforce_eager": False}
 _DENSE: dict[str, Any] = {"additional_config": {"wisparse": {"sparsity": 0}}}
 # Compiled: without its warm-up vLLM's engine for CPUs cannot run a second stage, of any model.
 _STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "enforce_eager": False}
@@ -340,6 +341,7 @@ def test_tokens_are_our_runtimes(
     prompts = clear_prompts(bundle, some_prompts[slice(*some)], prefill)
     found = tokens_of(python, bundle, prompts, settings, **changes)
     counts = found.pop("counts", None)
+    assert found.pop("joined") == 0  # of unquantised weights only on a GPU
     expected = own_tokens(bundle, prompts, prefill)
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
     if changes:  # it would see another policy
@@ -392,6 +394,24 @@ def test_a_family_that_vllm_runs_by_transformers_classes(
     found = tokens_of(python, bundle, prompts, {"enforce_eager": False})
     for prompt, together, alone in zip(prompts, found["together"], found["alone"], strict=True):
         assert together[:10] == alone[:10] == runtime_tokens(bundle, prompt, 10, len(prompt))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "changes"), [("qwen2", {"hidden_size": 128}), ("qwen3", {"head_dim": 32}), ("mistral", {"head_dim": 32})]
+)
+def test_families_whose_blocks_one_operator_computes(
+    python: str, name: str, changes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, given = VARIANTS[name]
+    monkeypatch.setitem(VARIANTS, name, (model_type, given | changes))
+    quick = {"search": "uniform", "rotation": "none", "num_samples": 4, "seq_len": 24, "device": "cpu"}
+    bundle = wisparse.convert(make_source(name, tmp_path / "source"), tmp_path / "bundle", weights="int8", **quick)
+    found = tokens_of(python, bundle, PROMPTS, {"enforce_eager": False})
+    assert found["joined"] == Bundle.open(bundle).config.num_blocks
+    assert found["alone"] == found["together"]
+    for prompt, answer in zip(PROMPTS, found["alone"], strict=True):
+        assert answer[:10] == runtime_tokens(bundle, prompt, 10, len(prompt))
 
 
 @pytest.mark.exhaustive
@@ -456,7 +476,7 @@ def quantised(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("weights", "settings"),
-    [("int8", {}), ("int8", _CARDS), ("int4", _DRAFTS), ("int4", _CARDS), ("fp8", _DRAFTS), ("fp8", _CARDS),
+    [("int8", {}), ("int8", _COMPILED), ("int8", _CARDS), ("int4", _DRAFTS), ("int4", _CARDS), ("fp8", _DRAFTS), ("fp8", _CARDS),
      ("fp8", _DENSE), ("int4", _DENSE), ("graded", _DRAFTS), ("graded", _CARDS), ("graded", _STAGES)],
 )  # fmt: skip
 def test_tokens_of_quantised_bundles_are_our_runtimes(
@@ -468,6 +488,7 @@ def test_tokens_of_quantised_bundles_are_our_runtimes(
     expected = own_tokens(bundle, prompts, "dense", **options)
     found = tokens_of(python, bundle, prompts, settings)
     require_used(found.pop("counts", None), settings)
+    assert found.pop("joined") == (0 if settings in (_CARDS, _STAGES) else 6)
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
     assert expected != own_tokens(bundle, prompts, "all")
 
@@ -539,6 +560,7 @@ def test_quantised_checkpoints_without_a_bundle(
     expected = dequantised_tokens(folder, example_model, some_prompts[4:10])
     settings = {"quantization": "wisparse", "tensor_parallel_size": cards}
     found = tokens_of(python, folder, some_prompts[4:10], settings)
+    assert found.pop("joined") == (6 if cards == 1 else 0)
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
 
 

@@ -15,12 +15,15 @@ from wisparse.kernels.gpu.head import Logits
 from wisparse.kernels.gpu.launch import Scratch
 from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
 from wisparse.kernels.gpu.products import choose_product
+from wisparse.kernels.gpu.reduction import launch_activate
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized, widen
+from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.eager import project
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
-from wisparse.runtime.vllm.product import Layer, Placed, fused_products, of_codes, product_of, reserve
+from wisparse.runtime.vllm.blocks import Between, Linear, Norm
+from wisparse.runtime.vllm.product import Layer, Placed, fused_products, of_codes, product_of, reserve, scratch_of
 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Kind, channels that share a scale (None: all), zero points.
@@ -104,6 +107,17 @@ def test_products_of_many_rows(kind, group, zero_points, count, splits):
     assert not counter.any()
 
 
+def layer_of(linear: FusedLinear) -> Layer:
+    """As the plug-in for vLLM has it."""
+    weight, masks = linear.weight, (linear.scales, linear.thresholds)
+    return Layer(weight.data, linear.bias, *masks, linear.widths, weight.quant, weight.scales, weight.zeros)
+
+
+def twin_of_rows(x: torch.Tensor, linear: FusedLinear, masked: torch.Tensor) -> torch.Tensor:
+    dense = exact_twin(x, replace(linear, thresholds=torch.zeros_like(linear.thresholds)))
+    return torch.where(masked[:, None] > 0, exact_twin(x, linear), dense)
+
+
 @pytest.mark.parametrize(
     ("kind", "group", "zero_points"), [("int4", 32, False), ("int8", 32, True), ("graded", 32, False)]
 )
@@ -111,23 +125,63 @@ def test_products_of_many_rows(kind, group, zero_points, count, splits):
 def test_products_of_the_plug_in_for_vllm(kind, group, zero_points, count):
     """Each row has its own mask or none."""
     linear = quantized_linear(kind, group, zero_points, (300, 40), 192, torch.float32, 0.5, bias=True)
-    x, weight = rows(count, 192, torch.float32), linear.weight
+    x, layer = rows(count, 192, torch.float32), layer_of(linear)
     masked = torch.arange(count, device=DEVICE).remainder(3).ne(1).float()
-    layer = Layer(
-        weight.data,
-        linear.bias,
-        linear.scales,
-        linear.thresholds,
-        linear.widths,
-        weight.quant,
-        weight.scales,
-        weight.zeros,
-    )
-    dense = exact_twin(x, replace(linear, thresholds=torch.zeros_like(linear.thresholds)))
-    expected = torch.where(masked[:, None] > 0, exact_twin(x, linear), dense)
     reserve(layer, x.dtype, Placed(dense=False))
+    expected = twin_of_rows(x, linear, masked)
     assert_close(of_codes(x, layer, masked, dense=False), expected, torch.float32)
-    assert_close(of_codes(x, layer, masked, dense=True), dense, torch.float32)
+    assert_close(of_codes(x, layer, masked, dense=True), twin_of_rows(x, linear, 0 * masked), torch.float32)
+
+
+# Half precision without masks, which roundings would turn; compiled, these are the kernels that vLLM's users run.
+@pytest.mark.parametrize(
+    ("kind", "group", "dtype"),
+    [("int4", 32, torch.float32), ("graded", 32, torch.float32), ("int4", 32, HALF[-1]), ("int8", None, HALF[-1])],
+)
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_block_of_the_plug_in_for_vllm(kind, group, dtype, count, biased):
+    """From attention's output to the next block's projections, the residual stream updated."""
+    hidden, inner, dense = 128, 192, dtype != torch.float32
+    sparsity, shapes = 0.0 if dense else 0.5, [((hidden,), 64), ((inner, inner), hidden), ((hidden,), inner)]
+    made = [
+        quantized_linear(kind, group, False, widths, k, dtype, sparsity, bias=biased, seed=seed)
+        for seed, (widths, k) in enumerate([*shapes, ((64, 32, 32), hidden)])
+    ]
+    o, gate_up, down, qkv = (Linear(layer_of(linear), Placed(dense)) for linear in made)
+    first, second = (Norm(1 + rows(1, hidden, dtype, seed)[0] / 4, 1e-5) for seed in (7, 8))
+    masked = torch.arange(count + 2, device=DEVICE).remainder(3).ne(1).float()
+    between = Between(o, first, gate_up, "silu", down, second, qkv, masked)
+    attention, stream = rows(count, 64, dtype), rows(count, hidden, dtype, 2)
+    for product in between.products(count, dtype):
+        scratch_of(DEVICE, dtype).reserve(product)
+
+    def by_twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
+        return twin_of_rows(x.to(dtype), linear, masked[:count])
+
+    def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (hidden,), norm.weight.double(), norm.eps)
+
+    expected = stream.double() + by_twin(attention, made[0])
+    gate, up = by_twin(normed(expected, first), made[1]).chunk(2, dim=1)
+    expected += by_twin(torch.nn.functional.silu(gate) * up, made[2])
+    found = between.fused(attention, stream, masked)
+    rounding = dtype if dtype == torch.float32 else torch.bfloat16  # of several steps
+    assert_close(stream, expected, rounding)
+    assert_close(found, by_twin(normed(expected, second), made[3]), rounding)
+
+
+def test_an_activation_masks_some_rows():
+    gate_up, scales = (
+        rows(3, 80, torch.float32),
+        torch.rand(1, 40, generator=torch.Generator().manual_seed(2)).to(DEVICE),
+    )
+    threshold, masked = torch.full((1,), 0.1, device=DEVICE), torch.tensor([1.0, 0.0, 1.0, 1.0], device=DEVICE)
+    whole = torch.nn.functional.silu(gate_up[:, :40].double()) * gate_up[:, 40:].double()
+    kept = keep_mask(whole.float(), scales[0], (threshold * masked[:3])[:, None])
+    assert_close(launch_activate(gate_up, "silu", (scales, threshold), masked), whole * kept, torch.float32)
+    assert 0 < kept[0].sum() < 40
+    assert kept[1].all()
 
 
 @pytest.mark.parametrize("ready", [False, True])

@@ -30,6 +30,7 @@ def tokens(bundle: str, prompts: str, settings: str) -> None:
     """Greedy tokens of each prompt alone and of all together, with a budget of tokens that cuts prompts in pieces."""
     from vllm import SamplingParams
 
+    from wisparse.runtime.vllm.blocks import BETWEEN
     from wisparse.runtime.vllm.config import WisparseConfig
 
     original = WisparseConfig.get_quant_method
@@ -51,6 +52,7 @@ def tokens(bundle: str, prompts: str, settings: str) -> None:
     together = answers(ids)
     alone = [answers([prompt])[0] for prompt in ids]
     found = {"method": llm.llm_engine.vllm_config.model_config.quantization, "together": together, "alone": alone}
+    found["joined"] = len(BETWEEN)  # blocks of this process
     if not json.loads(settings).get("disable_log_stats", True):
         found["counts"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     print(json.dumps(found), flush=True)

@@ -309,18 +309,22 @@ Mask = tuple[Tensor, Tensor]  # of a linear with one projection: channel scales 
 
 
 @triton.jit
-def _masked(y, k, live, scale_ptr, threshold_ptr):
+def _masked(y, k, live, scale_ptr, threshold_ptr, row_mask_ptr, row):
     """y, zero where the next linear's mask drops channel k; y if there is no mask."""
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + k, mask=live, other=0.0)
-        y = tl.where(is_dropped(y, scale, tl.load(threshold_ptr)), 0.0, y)
+        threshold = tl.load(threshold_ptr)
+        if row_mask_ptr is not None:
+            threshold *= tl.load(row_mask_ptr + row)
+        y = tl.where(is_dropped(y, scale, threshold), 0.0, y)
     return y
 
 
 @triton.jit
 def _activate_kernel(
-    gate_up_ptr, scale_ptr, threshold_ptr, out_ptr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_up_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -331,17 +335,20 @@ def _activate_kernel(
     else:
         up = tl.load(at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)
         y = activate(gate.to(tl.float32), up, dtype, ACTIVATION)
-    y = _masked(y, n, n < WIDTH, scale_ptr, threshold_ptr)
+    y = _masked(y, n, n < WIDTH, scale_ptr, threshold_ptr, row_mask_ptr, row)
     tl.store(out_ptr + row * WIDTH + n, y, mask=n < WIDTH)
 
 
-def launch_activate(gate_up: Tensor, activation: str, mask: Mask | None = None) -> Tensor:
-    """activation(gate) * up, masked: (T, I) of ``gate_up`` (T, 2 I); ``silu`` or ``gelu_tanh``. ``relu2``: of up (T, I)."""
+def launch_activate(
+    gate_up: Tensor, activation: str, mask: Mask | None = None, row_mask: Tensor | None = None
+) -> Tensor:
+    """activation(gate) * up, masked: (T, I) of ``gate_up`` (T, 2 I); ``silu`` or ``gelu_tanh``. ``relu2``: of up (T, I).
+    ``row_mask``: (T or more,) float32, 0 for a row that keeps all its channels; None: all are masked."""
     rows, width = len(gate_up), gate_up.shape[1] // (1 if activation == "relu2" else 2)
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(width))
     _activate_kernel[(rows, triton.cdiv(width, block))](
-        gate_up, *(mask or (None, None)), out, activation, width, block, num_warps=4
+        gate_up, *(mask or (None, None)), row_mask, out, activation, width, block, num_warps=4
     )
     return out
 
@@ -363,7 +370,7 @@ def _combine_kernel(
         total += tl.load(splits.total + at + s) * factor
         x += tl.load(splits.x + (at + s) * D + d, mask=d < D, other=0.0) * factor
     y = (x / total).to(out_ptr.dtype.element_ty)
-    y = _masked(y, tl.program_id(0) % HEADS * D + d, d < D, scale_ptr, threshold_ptr)
+    y = _masked(y, tl.program_id(0) % HEADS * D + d, d < D, scale_ptr, threshold_ptr, None, 0)
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * D + d, y, mask=d < D)
 
 

@@ -28,6 +28,7 @@ from wisparse.formats.packings import Packing, Plain
 from wisparse.formats.quantization import read_packings
 from wisparse.formats.tensors import block_fields
 
+from .blocks import DRAFTS, watch_loader
 from .linear import Projections, WisparseLinearMethod
 from .product import CODE_ROWS, HALF
 from .settings import NAME, PLAIN, MaskedRows, Settings, require_cards, require_known_version, watch_runners
@@ -52,6 +53,7 @@ class WisparseConfig(QuantizationConfig):
         self._unmasked: frozenset[str] = frozenset()  # tensors in blocks that no mask belongs to
         self._graded = False
         self._both = False  # layouts of quantised weights
+        self._joins = False  # blocks may be computed by ``blocks``
         self.rows: MaskedRows | None = None  # None until a process builds layers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,7 +179,9 @@ class WisparseConfig(QuantizationConfig):
                 twin.__dict__ |= {key: value for key, value in vars(given).items() if key not in vars(twin)}
                 return method, twin
 
-        return WisparseLinearMethod(Projections(name, len(names), masks, packing, dense, rows, other, rounded))
+        return WisparseLinearMethod(
+            Projections(name, len(names), masks, packing, dense, rows, other, rounded, self._joins)
+        )
 
     def _packing(self, names: list[str]) -> Packing | None:
         """How the weights of fused projections are stored; None: vLLM loads them."""
@@ -238,6 +242,10 @@ class WisparseConfig(QuantizationConfig):
                 "VLLM_PLUGINS=''"
             )
         require_cards(parallel.tensor_parallel_size, current.model_config.hf_text_config)
+        drafts = None if current.speculative_config is None else current.speculative_config.method
+        one_card = parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+        self._joins = one_card and drafts in (None, *DRAFTS)
+        watch_loader()
         bundle = None if self._folder is None else Bundle.open(self._folder)
         settings = Settings.read(current.additional_config, os.environ, 0.0 if bundle is None else bundle.sparsity)
         parts = [f"rank {get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"]

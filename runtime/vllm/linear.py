@@ -16,7 +16,18 @@ from wisparse.formats.packings import Packing
 from wisparse.formats.weight_types import QuantizedMatrix, round_weight
 
 from .codes import create_parameters, device_weight, plain_weight, read_matrices
-from .product import HALF, PLACED, Layer, Placed, channel_major, held, mask_ahead, mask_tensors, reserve
+from .product import (
+    HALF,
+    PLACED,
+    Layer,
+    Placed,
+    awaiting,
+    channel_major,
+    held,
+    mask_ahead,
+    mask_tensors,
+    reserve,
+)
 from .settings import MaskedRows
 
 _Codes = tuple[str, Tensor | None, Tensor | None]
@@ -35,6 +46,7 @@ class Projections:
     # vLLM's method for the same weights, and a layer for it, from the layer: a second layout. None: one layout.
     other: Callable[[Any], tuple[Any, torch.nn.Module]] | None = None
     rounded: bool = False  # to int8, once loaded
+    joins: bool = False  # its block may be computed by ``blocks``
 
 
 @linear.register_weight_loader_v2_supported_method
@@ -122,7 +134,14 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         layer.wisparse_placed = PLACED[layer.weight.data_ptr()] = Placed(of.dense, many)
         bias, kind, own = getattr(layer, "bias", None), codes[0], (layer.wisparse_scales, layer.wisparse_thresholds)
         layer.wisparse_layer = Layer(layer.weight, bias, own[0], own[1], self._widths, kind, codes[1], codes[2])
-        reserve(layer.wisparse_layer, self._dtype, layer.wisparse_placed, ahead=self._ahead)
+        # Of unquantised weights a CPU's compiler fuses more than we would.
+        layer.wisparse_joins = of.joins and (of.packing is not None or bool(of.masks and device.type == "cuda"))
+        layer.wisparse_joined = 0  # the most rows that the joined block launches with their ends
+        awaiting.append(lambda: self._reserve(layer))
+
+    def _reserve(self, layer: Any) -> None:
+        placed, first = layer.wisparse_placed, layer.wisparse_joined + 1
+        reserve(layer.wisparse_layer, self._dtype, placed, ahead=self._ahead, first=first)
 
     def _store_codes(
         self, layer: Any, matrices: Sequence[QuantizedMatrix], loaded: Iterable[str], planes: int
@@ -157,7 +176,10 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         return product
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch."""
+        """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch. A joined block's
+        operator has computed what stands for x: it is returned."""
+        if layer.wisparse_joined:
+            return x
         ready = self._ahead and torch.compiler.is_compiling()
         if ready:
             x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ log = logging.getLogger("vllm.wisparse")
 HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
 CODE_ROWS = 16  # up to which our products of codes take a batch in place of vLLM's
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # of vLLM's usual graphs
 _WIDE = 1 << 16  # outputs
 
 
@@ -196,10 +197,20 @@ def widened(weight: Any, low: bool = False) -> Tensor:
     return out
 
 
-def product_of(layer: Layer, dtype: torch.dtype, rows: int, *, ready: bool = False, dense: bool = False) -> Product:
+def product_of(
+    layer: Layer, dtype: torch.dtype, rows: int, *, dense: bool = False, place: str = "plugin", **options: Any
+) -> Product:
+    """``options``: as of ``choose_product``."""
     from wisparse.kernels.gpu.products import choose_product
 
-    return choose_product(layer.linear(dtype, dense=dense).shape, rows, "plugin", ready=ready)
+    return choose_product(layer.linear(dtype, dense=dense).shape, rows, place, **options)
+
+
+def few_rows(layer: Layer) -> int:
+    """Up to how many rows a product of the layer may be launched with its ends."""
+    from wisparse.kernels.gpu.products import PLUGIN_ROWS
+
+    return PLUGIN_ROWS if layer.code_scales is None else CODE_ROWS
 
 
 def launched(product: Product, x: Tensor, layer: Layer, masked: Tensor, *, dense: bool = False) -> Tensor:
@@ -218,6 +229,7 @@ def scratch_of(device: torch.device, dtype: torch.dtype) -> Any:
 
 
 held: Counter[str] = Counter()  # bytes of quantised weights, by layout
+awaiting: list[Callable[[], None]] = []  # calls of ``reserve`` for the layers that were loaded
 _known: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are compiled, or being compiled
 _running: list[Future[None]] = []
 
@@ -228,27 +240,29 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(3, len(os.sched_getaffinity(0))), "wisparse-compile")
 
 
-def fused_products(layer: Layer, dtype: torch.dtype, placed: Placed) -> Iterator[Product]:
-    """All products of `masked_linear` that use scratch memory. Its input is not masked ahead where nothing is compiled."""
+def fused_products(layer: Layer, dtype: torch.dtype, placed: Placed, first: int = 1) -> Iterator[Product]:
+    """All products of `masked_linear` that use scratch memory, from ``first`` rows on. Its input is not masked ahead where
+    nothing is compiled."""
     from wisparse.kernels.gpu.products import PLUGIN_ROWS
 
     codes, dense = layer.code_scales is not None, placed.dense
     most = PLUGIN_ROWS if not codes else CODE_ROWS if placed.many is not None else 2 * CODE_ROWS
-    for rows in range(1, most + 1):
+    for rows in range(first, most + 1):
         for whole in {dense, codes and (dense or rows > CODE_ROWS)}:
             yield product_of(layer, dtype, rows, dense=whole)
 
 
-def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = False) -> None:
+def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = False, first: int = 1) -> None:
     """Before the first batch: allocate the scratch memory, whose address graphs capture, and compile the layer's kernels
-    in threads, unless a layer like it came before. ``ahead``: its inputs are masked by `mask_ahead`."""
+    in threads, unless a layer like it came before. ``ahead``: its inputs are masked by `mask_ahead`; ``first``: the fewest
+    rows of a batch."""
     weight, codes, dense = layer.weight, layer.code_scales is not None, placed.dense
     if not codes and (dense or not (weight.is_cuda and dtype in HALF)):
         return
     from wisparse.kernels.gpu.products import MASKED_ROWS
 
-    # The products in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel.
-    sizes = [1, 2, 4, 8, 16, 32, 64, MASKED_ROWS, MASKED_ROWS + 1]
+    # Each for the fewest rows that take the same kernel.
+    sizes = [rows for rows in (*GRAPH_ROWS, MASKED_ROWS, MASKED_ROWS + 1) if rows >= first]
     scratch = scratch_of(weight.device, dtype)
     if codes:
         sizes = [rows for rows in sizes if placed.many is None or rows <= CODE_ROWS]
@@ -257,37 +271,55 @@ def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = F
     wanted = [(rows, dense) for rows in sizes]
     if codes and not dense:  # batches of prompts
         wanted += [(rows, True) for rows in sizes if rows > CODE_ROWS]
-    for product in fused_products(layer, dtype, placed):
+    for product in fused_products(layer, dtype, placed, first):
         scratch.reserve(product)
     products = [(product_of(layer, dtype, rows, ready=ahead, dense=whole), whole) for rows, whole in wanted]
     if codes and any(product.kernel == "cuBLAS" for product, _ in products):
         size = max(layer.widths) * layer.scales.shape[1]
         if scratch.widened is None or scratch.widened.numel() < size:
             scratch.widened = torch.empty(size, dtype=dtype, device=weight.device)
-    kind = layer.linear(dtype, dense=dense).shape, layer.bias is None, ahead
-    if kind in _known or not weight.is_cuda:
-        return
-    _known.add(kind)
-    stream = torch.cuda.current_stream(weight.device)
 
     def launch_on_zeros(product: Product, whole: bool) -> None:
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            masked = torch.ones(product.rows, dtype=torch.float32, device=weight.device)
-            x = torch.zeros(product.rows, layer.scales.shape[1], dtype=dtype, device=weight.device)
-            launched(product, x, layer, masked, dense=whole)
+        masked = torch.ones(product.rows, dtype=torch.float32, device=weight.device)
+        x = torch.zeros(product.rows, layer.scales.shape[1], dtype=dtype, device=weight.device)
+        launched(product, x, layer, masked, dense=whole)
 
-    compiled = set()
-    for product, whole in products:
-        key = product.kernel, product.problem, product.tile, product.copies, whole
-        if key not in compiled and (product.masks or product.copies or codes):
-            compiled.add(key)
-            _running.append(_threads().submit(launch_on_zeros, product, whole))
+    launches = {
+        (product.kernel, product.problem, product.tile, product.copies, whole): functools.partial(
+            launch_on_zeros, product, whole
+        )
+        for product, whole in reversed(products)
+        if product.masks or product.copies or codes
+    }
+    kind = layer.linear(dtype, dense=dense).shape, layer.bias is None, ahead, first
+    compile_ahead(kind, weight.device, launches.values())
+
+
+def compile_ahead(kind: tuple[Any, ...], device: torch.device, launches: Iterable[Callable[[], object]]) -> None:
+    """Run ``launches``, which compile the kernels of a kind of layers, in threads, unless they were run for that kind."""
+    if kind in _known or device.type != "cuda":
+        return
+    _known.add(kind)
+    stream = torch.cuda.current_stream(device)
+
+    def run(launch: Callable[[], object]) -> None:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            launch()
+
+    _running.extend(_threads().submit(run, launch) for launch in launches)
+
+
+def begin_compiling() -> None:
+    """Reserve for the layers that were loaded."""
+    while awaiting:
+        awaiting.pop(0)()
 
 
 def finish_compiling() -> None:
     """Wait for the compilations of `reserve`, before a graph is captured. Raises what a launch raised."""
-    if not _running:
+    if not (_running or awaiting):
         return
+    begin_compiling()
     while _running:
         _running.pop().result()
     if held:
