@@ -74,26 +74,26 @@ def _is_mxfp4(config: Mapping[str, Any]) -> bool:
     return config["model_type"] == "gpt_oss" and isinstance(method, dict) and method.get("quant_method") == "mxfp4"
 
 
-def release_needed(model_type: str) -> str | None:
-    """The first release of transformers whose model of this type can be converted, if the installed one is older."""
+def release_refusal(model_type: str) -> str | None:
+    """Why the installed release of transformers, if it is too old, cannot be used for models of this type."""
     from transformers import __version__
 
     needed = _SINCE.get(model_type, "0.0")
     installed, first = (tuple(map(int, version.split(".")[:2])) for version in (__version__, needed))
-    return needed if installed < first else None
+    if installed >= first:
+        return None
+    expected = f"expected transformers {needed} or later, found {__version__}"
+    return f"config.json: model_type {model_type!r}: {expected}; pip install -U transformers"
 
 
 def full_config(config: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
     """The text model's ``config.json`` from a source's, with every field under its transformers 5 name. Older names that
     the source has are kept too, for tools that know only them."""
     full, plain_type = require_stated(config)
-    from transformers import CONFIG_MAPPING, PreTrainedConfig, __version__
+    if refused := release_refusal(plain_type):
+        raise UnsupportedModelError(refused)
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    if needed := release_needed(plain_type):
-        raise UnsupportedModelError(
-            f"config.json: model_type {plain_type!r}: expected transformers {needed} or later, found {__version__}; "
-            "pip install -U transformers"
-        )
     base_defaults, text_config, wrapped = PreTrainedConfig().to_dict(), full, config["model_type"] in WRAPPERS
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
     for read_as in dict.fromkeys((text_config["model_type"], plain_type)):

@@ -1,7 +1,7 @@
 """Bundles with thresholds that really drop half of the channels, a scheduler run to its end, and made-up drafts."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,17 @@ def run(scheduler: Scheduler, request: Request | None = None) -> Any:
     return request
 
 
-def variant_bundles(folder: Path, names: Iterable[str]) -> dict[str, Bundle]:
-    """Models of ``runtime_models`` by name, with levels of 30 and 60%."""
-    return {
-        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
-        for name in names
-    }
+class VariantBundles(dict[str, Bundle]):
+    """Models of ``runtime_models`` by name, with levels of 30 and 60%, made when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Bundle:
+        source = make_checkpoint(name, self.folder / f"{name}-source")
+        bundle = self[name] = Bundle.open(make_bundle(source, self.folder / name, 0.3, 0.6))
+        return bundle
 
 
 def scarce(bundle: Bundle, backend: str, patch: pytest.MonkeyPatch, max_batch: int = 3, **settings: Any) -> Decoder:

@@ -19,7 +19,7 @@ from test_formats_architectures import JUNK
 from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
 
-from wisparse.converter.config import full_config, release_needed
+from wisparse.converter.config import full_config, release_refusal
 from wisparse.converter.source import choose_dtype, load_source
 from wisparse.converter.tokenizer import load_tokenizer
 from wisparse.formats.architectures import ARCHITECTURES, MIXERS, WRAPPERS, text_name
@@ -147,7 +147,8 @@ def test_published_configs_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", [one for one in (*ARCHITECTURES, *WRAPPERS) if not any(map(release_needed, WRAPPERS.get(one, [one])))]
+    "model_type",
+    [one for one in (*ARCHITECTURES, *WRAPPERS) if not any(map(release_refusal, WRAPPERS.get(one, [one])))],
 )
 def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> None:
     """Every field is stated, in the spelling that is read, and a bundle of the result is read by transformers alike."""
@@ -329,8 +330,8 @@ def test_a_family_that_an_older_transformers_lacks(monkeypatch: pytest.MonkeyPat
         ):
             full_config({"model_type": "internlm3"})
     monkeypatch.setattr("transformers.__version__", "5.23.0")
-    assert release_needed("internlm3") is None
-    assert release_needed("llama") is None
+    assert release_refusal("internlm3") is None
+    assert release_refusal("llama") is None
 
 
 _keys = [*QWEN, *GEMMA, "rope_parameters", "quantization_config", "dtype"]

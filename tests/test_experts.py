@@ -12,6 +12,7 @@ import pytest
 import torch
 from bundle_maker import cpu_decoder
 from family_cases import greedy, hugging_face
+from packaging.version import Version
 from runtime_models import EXPERTS, make_checkpoint
 from safetensors.torch import load_file, save_file
 from test_converter_preflight import give_room
@@ -32,6 +33,8 @@ from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.onnx_export import export_onnx
 from wisparse.runtime.torch.block import LINEARS, Block, read_spec, route
 
+# Families whose routers keep float32 weights in a model of another dtype.
+FLOAT32_ROUTERS = ("deepseek-v2", "deepseek-v3", "dots1", "glm4-moe-lite", "nemotron-h-moe")
 PROMPT = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(5))
 
 pytestmark = pytest.mark.usefixtures("quick_conversion")
@@ -340,8 +343,10 @@ def test_recurrent_projections_in_one_matrix_are_read_in_the_order_of_separate_o
 @torch.inference_mode()
 def test_routers_round_as_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
     """Of near scores, rounding decides which are chosen."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, __version__
 
+    if family in FLOAT32_ROUTERS and Version(__version__) < Version("5.24"):
+        pytest.skip(f"transformers {__version__}: routers of {family} keep float32 weights since 5.24")
     source, dtype = make_checkpoint(family, tmp_path / "source", vocab_size=VOCAB), torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
     checkpoint = Checkpoint.open(source, complete=full_config)

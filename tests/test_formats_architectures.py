@@ -14,7 +14,7 @@ from runtime_models import EXPERTS, HYBRIDS, VARIANTS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
-from wisparse.converter.config import full_config, release_needed
+from wisparse.converter.config import full_config, release_refusal
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, why_refused
 from wisparse.formats.block_ops import not_yet
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
@@ -50,7 +50,7 @@ def test_projections_of_transformers_models_are_found() -> None:
 
     import wisparse.converter.muse_glimmer  # noqa: F401  (its class)
 
-    for model_type in (one for one in ARCHITECTURES if not release_needed(one)):
+    for model_type in (one for one in ARCHITECTURES if not release_refusal(one)):
         # Helium's o_proj takes the heads to be as wide as the hidden states.
         settings = {**LLAMA, "head_dim": 16 if model_type == "helium" else 24, "pad_token_id": 0}
         if model_type.startswith("deepseek"):
@@ -324,7 +324,7 @@ def test_the_page_of_models_has_every_row_and_what_runs_it() -> None:
         found = {one for one in ("triton", "onnx", "vllm") if not_yet(config, one) is None} - lacks_heads
         runs[model_type] = runs.get(model_type, set()) | found
     stated = dict(zip(("triton", "onnx", "vllm"), (2, 3, 4), strict=True))
-    for model_type in (one for one in ARCHITECTURES if not release_needed(one)):
+    for model_type in (one for one in ARCHITECTURES if not release_refusal(one)):
         row = {one for one, column in stated.items() if cells[model_type][column].strip() == "yes"}
         assert row == runs[model_type], model_type
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, run, scarce, small_chunks, tokens_of, variant_bundles
+from bundle_maker import VariantBundles, cpu_decoder, run, scarce, small_chunks, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ MANY = 1 << 30
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    return variant_bundles(tmp_path_factory.mktemp("files"), ("llama", "gemma3", "qwen3.5", "lfm2", "deepseek-v2"))
+    return VariantBundles(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import Drafts, cpu_decoder, tokens_of, variant_bundles
+from bundle_maker import Drafts, VariantBundles, cpu_decoder, tokens_of
 from starlette.testclient import TestClient
 
 import wisparse
@@ -23,12 +23,11 @@ from wisparse.runtime.generation.speculation import Chain, Lookup, SpeculativeCo
 from wisparse.runtime.serve.app import ServeSettings, make_app
 
 CONFIG = SpeculativeConfig()
-VARIANTS = ("llama-bias", "gemma3", "phi3-long", "qwen3.5", "glm4-moe-lite", "deepseek-v2")
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    return variant_bundles(tmp_path_factory.mktemp("speculation"), VARIANTS)
+    return VariantBundles(tmp_path_factory.mktemp("speculation"))
 
 
 @pytest.mark.parametrize(
