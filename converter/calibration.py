@@ -78,6 +78,12 @@ class CalibrationTokens:
         ids, keep = torch.cat((self.input_ids, other.input_ids)), torch.cat((self.keep, other.keep))
         return replace(self, input_ids=ids, keep=keep)
 
+    def spread(self, count: int) -> CalibrationTokens:
+        """Up to ``count`` of the sequences, evenly spaced."""
+        count = min(count, self.num_samples)
+        rows = [index * self.num_samples // count for index in range(count)]
+        return replace(self, input_ids=self.input_ids[rows], keep=self.keep[rows])
+
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]], source: str, seed: int) -> CalibrationTokens:
         """From rows without padding; the first token of each is not counted."""

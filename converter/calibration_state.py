@@ -29,7 +29,7 @@ from .statistics import Gaps, Scores, score_quantiles
 _MOST_CANDIDATES = 16
 _LARGEST_PASS = {"cuda": 1 << 26, "cpu": 1 << 20}
 # About the most tokens that a table is built from: its quantiles are at most a tenth of a point of sparsity off.
-_TABLE_TOKENS = 2048
+TABLE_TOKENS = 2048
 # The sparsities of the quantile tables: 0, 0.5%, ..., 95%.
 GRID: tuple[float, ...] = tuple(round(i * STEP, 4) for i in range(round(MAX_SPARSITY / STEP) + 1))
 
@@ -53,7 +53,7 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         self.batch_shape = (batch_size, ids.shape[1])
         rows = [row for row in range(len(ids)) if row // batch_size % processes.world_size == processes.rank]
         sampled = torch.zeros_like(keep)
-        sampled[tuple(keep.nonzero()[:: max(1, self.num_counted // _TABLE_TOKENS)].T)] = True
+        sampled[tuple(keep.nonzero()[:: max(1, self.num_counted // TABLE_TOKENS)].T)] = True
         self.sampled = sampled[rows][keep[rows]]  # which of the counted tokens the tables are built from
         # Whether there are processes without micro-batches, which cannot see which projections share an input.
         self.idle = -(-len(ids) // batch_size) < processes.world_size
@@ -175,7 +175,7 @@ class BlockView:
             rows = self.inputs[name]
             sample: Any = self.calib.sampled.to(rows.x.device)
             if rows.experts is not None:  # a token has several rows: sample rows, not tokens
-                sample = slice(None, None, max(1, len(rows.x) // _TABLE_TOKENS))
+                sample = slice(None, None, max(1, len(rows.x) // TABLE_TOKENS))
             scores = Scores(rows[sample], self.calib.scales[name], self.calib.processes)
             self.calib.tables[name] = score_quantiles(scores, GRID)
 

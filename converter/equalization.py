@@ -27,6 +27,7 @@ from .source import SourceModel, weights_of
 from .state import NO_STATE, Stages
 
 _BATCH_SIZE = 4  # sequences
+_MOST_SEQUENCES = 4  # that the moments are taken from
 _ROWS = 2048  # of a weight, evenly spaced, that the factors are fitted to
 # The softmax that stands for a row's maximum has this inverse temperature; steps of the fit, and their size.
 _SHARPNESS, _STEPS, _STEP = 16.0, 20, 0.1
@@ -129,7 +130,7 @@ def equalize(
 ) -> tuple[Checkpoint, int]:
     """Equalize the inputs of ``source``, in place, for the activations on ``tokens``. Returns the checkpoint with the same
     change, and the number of inputs. All processes call it."""
-    inputs = list(equal_inputs(checkpoint.config))
+    inputs, tokens = list(equal_inputs(checkpoint.config)), tokens.spread(_MOST_SEQUENCES)
     parameters = {**weights_of(source.model, source.config), LM_HEAD: source.model.get_output_embeddings().weight}
 
     def find() -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ from .rotation import rotate
 from .search.allocation import mean_sparsity
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
 from .settings import MAX_SPARSITY, ConvertSettings
-from .source import SourceModel, load_source, small_digests, weight_digests
+from .source import SourceModel, float32_by_onednn, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 from .tokenizer import bundle_files
 
@@ -93,7 +93,7 @@ class Prepared:
 def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion | None:
     """Preflight, conversion and upload. Every process of torchrun calls it; all but rank 0 return None."""
     progress = progress or Progress(enabled=False)
-    with joined(settings.device) as (processes, device):
+    with joined(settings.device) as (processes, device), float32_by_onednn():
         plan = cast(Plan, processes.broadcast(preflight(settings, progress) if processes.is_main else None))
         if processes.world_size > 1 and plan.max_memory is not None:
             wrong = f"with {processes.world_size} processes each GPU must hold the whole model, and it is too large"

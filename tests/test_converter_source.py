@@ -20,13 +20,23 @@ from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
 
 from wisparse.converter.config import full_config, release_refusal
-from wisparse.converter.source import choose_dtype, load_source
+from wisparse.converter.source import choose_dtype, float32_by_onednn, load_source
 from wisparse.converter.tokenizer import load_tokenizer
 from wisparse.formats.architectures import ARCHITECTURES, MIXERS, WRAPPERS, text_name
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import PER_LAYER_EMBEDDING, expected_tensors
+
+
+def test_float32_products_by_onednn_are_float32() -> None:
+    setting, x = torch.backends.mkldnn.matmul, torch.rand(512, 576, generator=torch.Generator().manual_seed(1))
+    before, weight = setting.fp32_precision, torch.rand(192, 576, generator=torch.Generator().manual_seed(2))
+    exact = x.double() @ weight.double().T
+    with float32_by_onednn():
+        product = torch.nn.functional.linear(x, weight)
+    assert setting.fp32_precision == before
+    torch.testing.assert_close(product.double(), exact, rtol=1e-5, atol=0.0)  # of bfloat16 inputs it would be 1e-3 off
 
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:

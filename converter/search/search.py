@@ -14,7 +14,7 @@ from torch import Tensor
 from wisparse.formats.manifest import ProjectionRecipe
 
 from ..calibration import CalibrationTokens
-from ..calibration_state import BlockView, CalibrationState, final_thresholds
+from ..calibration_state import TABLE_TOKENS, BlockView, CalibrationState, final_thresholds
 from ..experts import channels_read
 from ..masking import MaskedModel
 from ..planes import tied
@@ -34,6 +34,8 @@ DAMAGE_LEVELS: tuple[float, ...] = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
 OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
 # About how many tokens the KL after a stage, and the predicted damage, are measured on.
 _REPORTED_TOKENS, _DAMAGE_TOKENS = 2048, 4096
+# Tables are built from at least this many sequences: texts differ more than the tokens of one.
+_TABLE_SEQUENCES = 4
 # All tokens are one micro-batch if its widest input has at most this many elements: 64 MiB of float32, on a GPU 512.
 _ONE_BATCH = {"cpu": 1 << 24, "cuda": 1 << 27}
 
@@ -93,19 +95,21 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
         batch_size = settings.batch_size or (several if tokens.num_samples >= 16 else 4)
         processes = stages.processes
         with torch.no_grad():
-            # `calib` has the first kl_tokens, `all_calib` all; `local_calib` and `all_local` this process's part of them.
+            # `calib` has the first kl_tokens, `all_calib` all; `all_local` is this process's part of `all_calib`, and
+            # `table_calib` of the sequences that most tables are built from.
             self.calib = CalibrationState(source, tokens, num_samples=num_samples, batch_size=batch_size)
             masked = self.calib.masked
             self.all_calib = self.calib
             if num_samples < tokens.num_samples:
                 self.all_calib = CalibrationState(source, tokens, batch_size=batch_size, masked=masked)
-            self.local_calib, self.all_local = self.calib, self.all_calib
+            self.all_local = self.all_calib
+            options: dict[str, Any] = {"batch_size": batch_size, "processes": processes, "masked": masked}
+            few = tokens.spread(max(_TABLE_SEQUENCES, -(-TABLE_TOKENS // tokens.seq_len)))
+            self.table_calib = CalibrationState(source, few, **options)
+            self.table_calib.scales, self.table_calib.tables = self.calib.scales, self.calib.tables
             widest = max(map(channels_read, source.projections.values()))
             if processes.world_size > 1:
-                options: dict[str, Any] = {"batch_size": batch_size, "processes": processes, "masked": masked}
-                self.local_calib = CalibrationState(source, tokens, num_samples=num_samples, **options)
                 self.all_local = CalibrationState(source, tokens, **options)
-                self.local_calib.scales, self.local_calib.tables = self.calib.scales, self.calib.tables
             elif tokens.input_ids.numel() * widest <= _ONE_BATCH[source.device.type]:
                 # `final_thresholds` runs a block once for one micro-batch, and up to five times for several.
                 self.all_local = CalibrationState(source, tokens, batch_size=tokens.num_samples, masked=masked)
@@ -144,7 +148,7 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
         for name, scale in result.channel_scales.items():
             calib.set_scale(name, scale)
         with self.stages.progress.stage("Quantiles"):
-            self.local_calib.build_tables()
+            self.table_calib.build_tables()
         thresholds = {}
         for sparsity in others:
             scaled = {name: entry.sparsity * sparsity / target for name, entry in result.projections.items()}
@@ -221,7 +225,7 @@ class Run:
 
     def build_tables(self) -> None:
         with self.progress.stage("Quantiles"):
-            self.levels.local_calib.build_tables()
+            self.levels.table_calib.build_tables()
 
     def uniform_allocation(self) -> Allocation:
         return dict.fromkeys(self.names, self.settings.sparsity)
