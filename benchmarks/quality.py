@@ -132,7 +132,7 @@ def evaluate(
         perplexity=math.exp(loss / predicted),
         dense_perplexity=math.exp(dense_loss / predicted),
         top1_agreement=agree / tokens,
-        realised_sparsity=sum(dropped[name] * sizes[name] for name in sizes) / sum(sizes.values()),
+        realised_sparsity=sum(float(dropped[name]) * sizes[name] for name in sizes) / sum(sizes.values()),
         num_tokens=tokens,
     )
 

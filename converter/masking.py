@@ -145,15 +145,15 @@ class MaskedModel(AbstractContextManager["MaskedModel"]):
             vars(self._shared).update(before)
 
     @contextmanager
-    def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
+    def counting(self) -> Iterator[Callable[[], dict[str, Tensor]]]:
         """Count dropped channels at the tokens that are not ``dense_tokens``. Yields a function that returns the realised
-        sparsity so far by projection: the fraction of (token, channel) pairs that were dropped."""
+        sparsity so far by projection: the fraction of (token, channel) pairs that were dropped, () float64."""
         for mask in self._masks.values():
             mask.kept = mask.counted = 0
 
-        def realised() -> dict[str, float]:
-            counts = {name: (int(mask.kept), int(mask.counted)) for name, mask in self._masks.items()}
-            return {name: 1.0 - kept / counted if counted else 0.0 for name, (kept, counted) in counts.items()}
+        def realised() -> dict[str, Tensor]:
+            counts = {name: map(torch.as_tensor, (mask.kept, mask.counted)) for name, mask in self._masks.items()}
+            return {name: (counted - kept).double() / counted.clamp(min=1) for name, (kept, counted) in counts.items()}
 
         with self.during(counting=True):
             yield realised

@@ -118,7 +118,7 @@ class MaskedLogits(AbstractContextManager["MaskedLogits"]):
         if self._realised is None:
             return None
         dropped = self._realised()
-        return sum(dropped[name] * size for name, size in self._sizes.items()) / sum(self._sizes.values())
+        return sum(float(dropped[name]) * size for name, size in self._sizes.items()) / sum(self._sizes.values())
 
 
 def measure(

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.kernels.reference import scores
-
 from ..calibration_state import CalibrationState
 from ..experts import Rows
-from ..masking import MaskedModel, ones
+from ..masking import MaskedModel
 from ..planes import by_plane, from_planes
 from ..processes import Processes, Progress
 from ..sensitivity import DenseReference, backward
@@ -185,7 +183,6 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
     by_name = channels.split(logits.to(device))
     gradient: dict[str, Tensor] = {}
     slope: dict[str, Tensor] = {}
-    kept: dict[str, Tensor] = {}
     totals: list[Tensor] = []
     shared: list[tuple[Tensor, Tensor]] = []  # the last input and its log|x| / width: q, k and v share one
 
@@ -203,15 +200,15 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
         weight = torch.addcmul(soft, soft, soft, value=-1)  # times the width
         slope[name] = rows.total(weight).double().div_(_WIDTH).to(device)
         gradient[name] = rows.total(weight.mul_(x).mul_(at_input)).double().div_(_WIDTH).to(device)
-        # By the forward pass's own comparison: near the threshold the sign of log|x| + u may differ by rounding.
-        score = scores(x, u.exp())
-        kept[name] = ones(torch.ge(score, 1.0, out=score)).to(device)
 
     # The dense model's distributions have to be computed before the masks are set.
     reference.distribution(batch, 0)
-    with _masks(masked, by_name, ~counted):
+    with _masks(masked, by_name, ~counted), masked.counting() as realised:
         backward(flow, masked, batch, gradient_of, receive)
-    scalars = [*(kept[name] for name in channels.widths), totals[0].to(device), counted.sum().double()]
+        dropped = realised()
+    num_tokens = counted.sum().double()
+    kept = [((1 - dropped[name].to(device)) * num_tokens * width).round() for name, width in channels.widths.items()]
+    scalars = [*kept, totals[0].to(device), num_tokens]
     return torch.cat([channels.join(gradient), channels.join(slope), torch.stack(scalars)])
 
 
@@ -227,7 +224,7 @@ def measure_batch(
     with _masks(masked, channels.split(logits.to(flow.device)), ~counted), masked.counting() as realised:
         final = flow.final(batch)
         dropped = realised()
-    kept = [round((1 - dropped[name]) * len(final) * count) for name, count in channels.widths.items()]
+    kept = [round((1 - float(dropped[name])) * len(final) * count) for name, count in channels.widths.items()]
     return [*kept, reference.kl_sum(batch, final) if with_kl else 0.0, len(final)]
 
 

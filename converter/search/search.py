@@ -372,7 +372,6 @@ class Run:
         calib = self.calib
         with self.progress.stage("Thresholds", len(calib.groups)) as stage:
             final = final_thresholds(self.levels.all_local, calib.scales, allocation, stage.advance)
-        self.note("final", {name: threshold for name, (threshold, *_) in final.items()})
         mean = mean_sparsity([allocation[name] for name in self.names], list(calib.sizes.values()))
         return SearchResult(
             {name: ProjectionRecipe(name, allocation[name], self.alphas[name], *final[name]) for name in self.names},
