@@ -68,15 +68,11 @@ class DenseReference:
         cached = self._cache[batch][index]
         return cached if self.keeps_distributions else self._p_log_p(cached.to(self._device))
 
-    @property
-    def takes_distributions(self) -> bool:
-        """Whether a dense backward pass may `keep` its own. On a GPU it has other attention kernels than a forward pass, and
-        a resumed run would compute other distributions."""
-        return self.keeps_distributions and self.flow.device.type == "cpu"
-
-    def keep(self, batch: int, distributions: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Keep the `p_log_p` of a dense pass over a batch."""
-        self._cache[batch] = list(distributions)
+    def keep(self, batch: int, chunks: Sequence[Any]) -> None:
+        """Keep what a dense backward pass over a batch has computed: distributions, or else last hidden states. Not on a GPU,
+        where it has other attention kernels than a forward pass, and a resumed run would compute other distributions."""
+        if self.flow.device.type == "cpu":
+            self._cache[batch] = list(chunks)
 
     def _p_log_p(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return p_log_p(self.flow.logits(rows))
@@ -171,7 +167,7 @@ def _label_gradient(reference: DenseReference, batch: int, generator: torch.Gene
     """The gradient of -log p(y) with respect to the last hidden states, with y sampled from p for each token."""
     # Inverse transform sampling of random numbers from the CPU: the same labels on every device.
     uniform = torch.rand(final.shape[0], 1, generator=generator)
-    flow, distributions, gradients = reference.flow, list[tuple[Tensor, Tensor]](), []
+    flow, kept, gradients = reference.flow, list[Any](), []
     size = rows_at_once(flow)
     for rows, u in zip(final.split(size), uniform.split(size), strict=True):
         rows = rows.detach().requires_grad_(True)
@@ -184,10 +180,8 @@ def _label_gradient(reference: DenseReference, batch: int, generator: torch.Gene
         # d -log p(y) / d logits = p - onehot(y); in place, as a copy would be large
         at_labels = p.gather(1, labels)
         gradients.append(torch.autograd.grad(logits, rows, p.scatter_(1, labels, at_labels - 1))[0])
-        if reference.takes_distributions:
-            distributions.append((p.scatter_(1, labels, at_labels), sums))
-    if reference.takes_distributions:
-        reference.keep(batch, distributions)
+        kept.append((p.scatter_(1, labels, at_labels), sums) if reference.keeps_distributions else rows.detach())
+    reference.keep(batch, kept)
     return torch.cat(gradients)
 
 

@@ -97,10 +97,12 @@ def test_a_large_vocabulary_is_gone_through_in_parts(calib: CalibrationState, mo
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["distributions", "hidden states"])
 @pytest.mark.parametrize("graph", [1 << 30, 1], ids=["one graph", "a graph for each block"])
 def test_a_backward_pass_leaves_the_dense_distributions(
-    calib: CalibrationState, graph: int, monkeypatch: pytest.MonkeyPatch
+    calib: CalibrationState, graph: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calib.reference.keeps_distributions = kept
     monkeypatch.setattr(sensitivity, "_LARGEST_GRAPH_BYTES", graph)
     monkeypatch.setattr(sensitivity, "_LARGEST_LOGITS_CPU", 64 * 7)
     chunks = range(-(-calib.flow.num_counted // 7))
