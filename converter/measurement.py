@@ -94,7 +94,7 @@ class MaskedLogits(AbstractContextManager["MaskedLogits"]):
         self._sizes = {name: weights_read(module) for name, module in source.projections.items()}
         self.thresholds: Mapping[str, float] = result.apply_to(self._masked)
         self._counting = ExitStack()
-        self._realised: Callable[[], Mapping[str, float]] | None = None
+        self._realised: Callable[[], Mapping[str, Tensor]] | None = None
 
     def __exit__(self, *_: object) -> None:
         self._counting.close()

@@ -192,7 +192,8 @@ def choose_dtype(source_dtype: str, device: torch.device) -> torch.dtype:
 def float32_by_onednn() -> Iterator[None]:
     """Within the context, float32 products on a CPU are oneDNN's where it computes them in float32. Its AVX-512 kernels are
     twice as fast on AMD's CPUs as MKL's, which takes AVX2 there."""
-    setting = torch.backends.mkldnn.matmul
+    onednn: Any = torch.backends.mkldnn  # without types
+    setting = onednn.matmul
     before = setting.fp32_precision
     # torch has oneDNN multiply float32 only if it may round to bfloat16, which it does on CPUs with tiles (AMX) alone.
     setting.fp32_precision = "bf16"
