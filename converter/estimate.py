@@ -16,10 +16,10 @@ from .settings import ConvertSettings
 
 # Memory of a Python process with torch and transformers, without a model.
 BASE_BYTES = 600 << 20
-# A search takes as long as this many forward passes over the calibration text at the speed of a matrix product. refine: on
-# the 8B shape on an H200 (132 s, benchmarks/results/scale-h200.json) and on the 6.5M example on two cores; fisher: on
-# SmolLM2-135M on two cores (benchmarks/first_model.py). The other searches were not measured.
-_PASSES = {"refine": 190, "fisher": 46}
+# A search takes as long as this many forward passes over the calibration text at the speed of a matrix product. On a GPU
+# refine: on the 8B shape on an H200 (132 s, benchmarks/results/scale-h200.json); fisher is not measured there. On a CPU on
+# SmolLM2-135M (25 and 13) and on the 6.5M example (70 with refine at two sparsities). The other searches were not measured.
+_PASSES = {"cuda": {"refine": 190, "fisher": 46}, "cpu": {"refine": 40, "fisher": 20}}
 # The overhead of a block per decode step in transformers, which generates the calibration text.
 _BLOCK_SECONDS = {"cuda": 0.0014, "cpu": 0.005}
 _WRITTEN_BYTES_PER_S = 450e6  # to write and verify a bundle (benchmarks/results/scale-h200.json)
@@ -64,7 +64,7 @@ def conversion_seconds(
 ) -> float | None:
     """An estimate, from two matrix products that are timed on ``device``; the true time is half to twice it. None: the search
     or the weight type (int4, graded) was not measured. ``given_text``: the calibration text is not generated."""
-    passes = _PASSES.get(settings.chosen_search)
+    passes = _PASSES[device.type].get(settings.chosen_search)
     if passes is None or settings.weights in ("int4", "graded"):
         return None
     length, samples = settings.length, settings.num_samples
