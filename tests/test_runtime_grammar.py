@@ -357,13 +357,20 @@ def test_what_pydantic_writes_is_accepted(grammars: Grammars, caplog: pytest.Log
         ({"format": "time", "pattern": r"^[0-2]\d:[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"}, "12:30", "12:30:00Z"),
         ({"type": ["number", "string"], "anyOf": [{"type": "number"}, DECIMAL]}, 1.5, "1.5"),
         ({"type": "object", "properties": {"anyOf": {"const": 1}}, "required": ["anyOf"]}, {"anyOf": 1}, {}),
+        # Of a 64-bit integer; bounds between the doubles are taken a little closer.
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, 1234567890123456789, 2**63),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, -1234567890123456789, -(2**63) - 1),
+        ({"minimum": 0, "maximum": 2**64 - 1}, 2**63 - 1024, 2**64),
+        ({"maximum": 10**18 - 1}, 10**18 - 1024, 10**18),
+        ({"exclusiveMinimum": 10**17 + 1, "exclusiveMaximum": 10**18}, 10**17 + 16, 10**17 + 1),
+        ({"enum": [2**53, -(2**53)]}, 2**53, 2**53 + 1),
     ],
 )
 def test_known_formats_constrain(grammars: Grammars, tokenizer_json: bytes, schema: Any, good: Any, bad: Any) -> None:
     text = Tokenizer(tokenizer_json, {}, None, VOCABULARY)
     for value, fits in ((good, True), (bad, False)):
-        kind = {"type": "object" if isinstance(value, dict) else "string"}
-        constraint, followed = grammars.begin(Grammar.of_schema("json_schema", {**kind, **schema})), True
+        kind = {dict: "object", int: "integer"}.get(type(good), "string")
+        constraint, followed = grammars.begin(Grammar.of_schema("json_schema", {"type": kind, **schema})), True
         for token in [*text.literal_encoder({0})(json.dumps(value)), 0]:
             followed = followed and token in _allowed(constraint)
             constraint.take(token)
@@ -374,6 +381,13 @@ def test_known_formats_constrain(grammars: Grammars, tokenizer_json: bytes, sche
 def test_a_pattern_that_alone_constrains_is_not_left_out(grammars: Grammars, schema: Any) -> None:
     with pytest.raises(UsageError, match=r"json_schema: it does not compile: .*look-around"):
         grammars.begin(Grammar.of_schema("json_schema", schema))
+
+
+@pytest.mark.parametrize("schema", [{"const": 2**53 + 1}, {"items": {"enum": ["a", {"id": [-(10**400)]}]}}])
+def test_integers_that_would_be_rounded_are_refused(schema: Any) -> None:
+    for given in (schema, json.dumps(schema)):
+        with pytest.raises(UsageError, match=r"^JSON schemas: expected integers in const and enum from -9,007,199"):
+            Grammar.of_schema("json_schema", given)
 
 
 def test_parts_and_depth() -> None:

@@ -392,6 +392,10 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     for tools in ([nested], [WEATHER, nested]):
         body = {"messages": ASK, "tools": tools, "tool_choice": "required", "max_tokens": 2}
         assert server.post("/v1/chat/completions", body)[0] == 200
+    rounded = function(parameters={"properties": {"id": {"const": 1234567890123456789}}, **OBJECT})
+    status, answer = server.post("/v1/chat/completions", {**body, "tools": [rounded]})
+    assert status == 400
+    assert "found 1234567890123456789; larger ones would be rounded" in str(answer)
 
 
 def test_a_response_calls_and_goes_on(server: Running, syntax: str, stream: bool, prompts: list[str]) -> None:

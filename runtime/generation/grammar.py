@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -61,6 +62,9 @@ _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
 _UNENFORCED = ("uniqueItems", "propertyNames")
+# llguidance holds numbers as doubles, and ends of ranges also as 64-bit integers.
+_LARGEST_EXACT, _LARGEST_BOUND = 1 << 53, (1 << 63) - 1024
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 
 
@@ -72,8 +76,9 @@ def _log_ignored(what: str) -> None:
 def supported_schema(schema: Any, named: bool = False) -> Any:
     """A JSON schema without unknown formats, which do not constrain (JSON Schema's rule), and ``uniqueItems`` and
     ``propertyNames``, which a grammar cannot check. A pattern that looks around, which llguidance refuses, is left out
-    beside a known format, and with its branch of ``anyOf`` if another is left. ``named``: ``schema`` maps names to
-    schemas, so its keys are no keywords."""
+    beside a known format, and with its branch of ``anyOf`` if another is left. Integers as bounds are moved inwards to
+    such as llguidance holds. ``named``: ``schema`` maps names to schemas, so its keys are no keywords. UsageError: an
+    integer of ``const`` or ``enum`` would be rounded."""
     if isinstance(schema, list):
         return [supported_schema(item) for item in schema]
     if not isinstance(schema, dict):
@@ -92,12 +97,34 @@ def supported_schema(schema: Any, named: bool = False) -> Any:
                 _log_ignored(f"the format {value!r:.40}")
         elif not named and key in _UNENFORCED:
             _log_ignored(key)
+        elif not named and key in (*_LOWER, *_UPPER) and type(value) is int:
+            kept[key] = _bound(value) if key in _LOWER else -_bound(-value)
         else:
             data = not named and key in DATA_KEYWORDS
+            if data and key in ("const", "enum"):
+                _require_exact(value)
             kept[key] = value if data else supported_schema(value, not named and key in NAMED_KEYWORDS)
     if not named and isinstance(branches := kept.get("anyOf"), list):
         kept["anyOf"] = [branch for branch in branches if not _looks_around(branch)] or branches
     return kept
+
+
+def _bound(value: int) -> int:
+    """The least number of ``value`` and above that is a double, and above the least 64-bit integer."""
+    value = min(max(value, -_LARGEST_BOUND), 1 << 64)
+    near = float(value)
+    return int(near if near >= value else math.nextafter(near, math.inf))
+
+
+def _require_exact(value: Any) -> None:
+    if isinstance(value, int) and abs(value) > _LARGEST_EXACT:
+        size = f"{_LARGEST_EXACT:,}"
+        raise UsageError(
+            f"JSON schemas: expected integers in const and enum from -{size} to {size}, found {value!s:.40}; larger ones "
+            "would be rounded: make it a string"
+        )
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _require_exact(item)
 
 
 def _looks_around(schema: Any) -> bool:
