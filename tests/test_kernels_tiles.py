@@ -213,6 +213,24 @@ def test_which_weights_are_multiplied_on_the_tensor_cores() -> None:
         assert (chosen.packed is None) == ("not packed_gemv: " in str(chosen)) == bool(why_not)
 
 
+# What Triton 3.6 takes on sm_90 to reduce the splits of 1, 4, 8 and more rows; 3.7 takes a quarter.
+@pytest.mark.parametrize(
+    ("rows", "warps", "of_triton"),
+    [(1, 4, 2048), (4, 4, 8192), (4, 8, 16384), (8, 2, 8192), (8, 4, 16384), (16, 4, 16384), (8, 8, 32768), (32, 8, 32768)],
+)  # fmt: skip
+@pytest.mark.parametrize("quant", ["int4", "int8"])
+def test_lists_fit_beside_what_triton_takes_to_reduce_splits(rows: int, warps: int, of_triton: int, quant: str) -> None:
+    block_n = 64 * warps if quant == "int4" else 32 * warps
+    for k, splits in ((4096, 4), (4096, 2), (14336, 4), (2560, 1)):
+        tile = Tile(max(block_n, 128), 1, splits, warps, stages=1, chunk=128)
+        chosen = choose_product(shape_of(k, (7168, 7168), quant, 128), rows, gpu=H200, tile=tile)
+        assert chosen.launch is not None
+        declared = re.search(r"smem\[(\d+)\]", chosen.launch.smem)
+        assert declared is not None
+        assert chosen.packed is not None
+        assert int(declared[1]) + of_triton <= 48 * 1024
+
+
 def test_tensor_cores_that_flush_subnormal_numbers_get_the_dequantizing_kernel(monkeypatch):
     """The check's answer decides; the check itself runs on GPUs (triton_codes_cases.py)."""
     shape = shape_of(4096, (6144,), "int4", 128, device=torch.device("cuda", 0))

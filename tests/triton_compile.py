@@ -533,6 +533,11 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
            for quant in (("none", None), ("int4", 128))},
         **{f"many experts 2048 {quant[0]} ungated": partial(many_experts, arch, 2048, quant, 0, gated=False)
            for quant in (("none", None), ("int4", 128))},
+        # Long lists beside what Triton takes to reduce splits.
+        **{f"gemv gate_up {rows} {warps} by row": partial(
+               gemv, arch, Tile(block_n, 1, 4, warps, stages=1, chunk=128, unroll=4, trigger=2, reducers=reducers),
+               "gate_up", rows, dense=True, by_row=True, quant=("int4", 128, False))
+           for rows, warps, block_n, reducers in ((8, 8, 512, 0), (16, 4, 256, 2), (32, 8, 512, 4))},
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
         "mask gemm": partial(gemm, many, qkv, Tile(64, 64, 1, stages=4, block_m=64), row_mask=by_row),

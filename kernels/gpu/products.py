@@ -60,7 +60,6 @@ _EXCLUSIVE = 64 * 1024  # bytes of weights in flight from which fused_gemm runs 
 # all unless the driver is asked for more, which Triton does if its own part exceeds that; the static part is limited to
 # 48 KiB in any case.
 SMEM_LIMIT = 36 * 1024
-SMEM_LIMIT_MANY_ROWS = 31 * 1024  # more than sixteen rows: Triton takes 16 KiB to reduce their splits with four warps
 
 
 def smem_source(num_bytes: int, limit: int = SMEM_LIMIT) -> str:
@@ -274,7 +273,9 @@ def _packed_launch(shape: LinearShape, tile: Tile, rows: int) -> tuple[PackedCon
     # of eight rows have no bank conflicts.
     length = triton.cdiv(triton.cdiv(channels, block_k) * block_k + block_k - 16, 64) * 64 + 16
     listed, x_tiles = not shape.dense and rows <= 2, 1
-    limit = SMEM_LIMIT if rows <= 16 else SMEM_LIMIT_MANY_ROWS
+    # Triton's own part, to reduce the splits of up to eight rows at a time; of 48 KiB, less what it aligns.
+    reducing = 512 * tile.warps * min(8, triton.next_power_of_2(rows))
+    limit = min(SMEM_LIMIT, 47 * 1024 - reducing)
     if not listed and 2 * rows * length > limit:
         segment = 1 << ((limit // (2 * rows) - 16).bit_length() - 1)
         length, x_tiles = segment + 16, triton.cdiv(channels, segment)
