@@ -228,7 +228,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def read_json(
     folder: Path, name: str, limit: int, error: type[WisparseError], *, infinite: bool = False
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return parse_json(read_bounded(folder, name, limit, error), name, error, infinite=infinite)
 
 

@@ -42,7 +42,7 @@ TEMPLATES = {
     "mistral": _LISTS + "{% if m.tool_calls %}[TOOL_CALLS][" + _CALL + "{{ (c.function | tojson)[:-1] }}"
     '{% if c.id | length != 9 %}{{ raise_exception("nine characters") }}{% endif %}, "id": "{{ c.id }}"}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}" + _ENDS,
-}  # fmt: skip
+}
 
 
 def _told(parts: Sequence[Delta]) -> tuple[str, list[list[str]]]:

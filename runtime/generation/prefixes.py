@@ -59,9 +59,7 @@ class PrefixCache:
             return source, source, length
         return oldest, source, length
 
-    def reusable(
-        self, prefix: CachedPrefix, tokens: Sequence[int], sparse_from: int, sparsity: float | None
-    ) -> int:  # fmt: skip
+    def reusable(self, prefix: CachedPrefix, tokens: Sequence[int], sparse_from: int, sparsity: float | None) -> int:
         """How many positions of a prefix a sequence can go on from."""
         if prefix.long_factors != self._uses_long_factors(len(tokens)):
             return 0

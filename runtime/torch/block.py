@@ -294,9 +294,7 @@ def roles_of(config: ModelConfig, index: int) -> list[str]:
     return [role for role in ROLES if role not in lacks]
 
 
-def read_spec(
-    config: ModelConfig, index: int, read: Callable[[str], Tensor], dtype: torch.dtype
-) -> dict[str, Any]:  # fmt: skip
+def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor], dtype: torch.dtype) -> dict[str, Any]:
     """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint, as stored;
     ``dtype``: of the activations."""
     eps = config.rms_norm_eps
