@@ -1,7 +1,9 @@
 """Thoughts of reasoning models: every family's markers, wherever tokens end; budgets; grammars behind a thought."""
 
+import io
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from served import NAME, Running, wants, with_template
 import wisparse
 from wisparse import UsageError
 from wisparse.formats.chat_template import ChatTemplate
+from wisparse.options import AnswerPrinter
+from wisparse.runtime.generation.request import Chunk
 from wisparse.runtime.protocol.requests import ApiError, ChatRequest, validated
 from wisparse.runtime.thoughts import (
     FORMATS,
@@ -230,6 +234,14 @@ def test_python_and_terminal_keep_thoughts_apart(model: Any, run: Callable[..., 
         "generate", model.bundle.folder, "--prompt", "2 + 2?", "--chat-template", "--grammar", said["grammar"], "--json"
     )
     assert (json.loads(out)["thought"], json.loads(out)["text"]) == ("two and two", "four")
+
+
+def test_only_thoughts_have_a_style_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    AnswerPrinter().show([Chunk("", 1, thought="two and two"), Chunk("fo", 2), Chunk("ur", 3)])
+    assert terminal.getvalue() == "\x1b[2mtwo and two\x1b[0m\n\nfour"
 
 
 HM = "<think>hm, 2</think>\n\n"

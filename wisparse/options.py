@@ -270,7 +270,7 @@ def show(text: str, *, dim: bool = False) -> None:
     """Print a model's text; on a terminal, control characters are printed as escapes."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-    click.secho(text, nl=False, dim=dim or None)  # flushes
+    click.secho(text, nl=False, dim=dim or None, reset=dim)  # flushes
 
 
 class AnswerPrinter:
