@@ -83,11 +83,15 @@ def exact_twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "group", "zero_points"), [*KINDS, ("int4", 7, True)])
 def test_widened_weights_are_the_twins(kind, group, zero_points):
-    """To the bit, whatever stood there."""
-    weight = quantized_linear(kind, group, zero_points, (300, 41), 448, torch.float16, 0.5).weight
-    for i, width in enumerate(weight.widths):
-        found, expected = torch.full((2, 448, width), math.nan, dtype=torch.float16, device=DEVICE)
-        assert torch.equal(widen(weight, i, found), dequantize(weight, i, expected))
+    """To the bit, whatever stood there; of one projection, and of neighbours side by side."""
+    k = 441 if group == 7 else 448  # not a multiple of the channels of a program, or one
+    weight = quantized_linear(kind, group, zero_points, (300, 41, 256), k, torch.float16, 0.5).weight
+    for projections in (range(1), range(1, 3), range(3)):
+        widths = weight.widths[projections.start : projections.stop]
+        found, expected = torch.full((2, k, sum(widths)), math.nan, dtype=torch.float16, device=DEVICE)
+        for i, out in zip(projections, expected.split(widths, 1), strict=True):
+            dequantize(weight, i, out)
+        assert torch.equal(widen(weight, projections, found), expected)
 
 
 # Fewer rows than a tile has, several tiles; in one piece and in splits; a copy of x for each projection.

@@ -498,7 +498,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "activate, then mask": partial(launch_activate, empty(64, 28672), "silu", (empty(1, 14336, dtype=FP32), by_row)),
         "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16, (by_row, by_row)),
         **{f"widen {kind}": partial(
-               widen, empty_weight(kind, 4096, (4096, 1024), group, BF16, META, zeros=kind == "int4"), 1, empty(4096, 1024)
+               widen, empty_weight(kind, 4096, (4096, 1024, 1024), group, BF16, META, zeros=kind == "int4"), range(3), empty(4096, 6144)
            ) for kind, group in (("int4", 128), ("int8", None), ("fp8", None))},
         "embed": partial(launch_embed, ids, empty(VOCABULARY, 4096), hidden, empty(1, 16, dtype=FP32)),
         "argmax": partial(launch_argmax, found, ids, ids, place, pdl=pdl),

@@ -25,10 +25,15 @@ class Scratch:
         self.counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self.ones = torch.ones(0, dtype=torch.float32, device=device)  # the row mask if all rows are masked
 
-    def widened_like(self, weight: DeviceWeight, index: int) -> Tensor:
-        """Where a quantized projection is widened: (K, N)."""
+    def holds(self, weight: DeviceWeight, projections: range) -> bool:
+        """Whether these quantized projections can be widened at once."""
+        columns = sum(weight.widths[projections.start : projections.stop])
+        return self.widened is not None and weight.in_features * columns <= self.widened.numel()
+
+    def widened_like(self, weight: DeviceWeight, projections: range) -> Tensor:
+        """Where quantized projections are widened: (K, N)."""
         assert self.widened is not None
-        k, width = weight.in_features, weight.widths[index]
+        k, width = weight.in_features, sum(weight.widths[projections.start : projections.stop])
         return self.widened[: k * width].view(k, width)
 
     def reserve(self, product: Product) -> None:
@@ -124,16 +129,23 @@ def batched_product(x: Tensor, linear: FusedLinear, scratch: Scratch | None = No
 
 
 def separate_products(x: Tensor, linear: FusedLinear, scratch: Scratch) -> Tensor:
-    """y (M, N) of x (M, K) or (projections, M, K), a product for each projection; quantized weights are widened before."""
-    weight, widths, y = linear.weight, linear.widths, x.new_empty(x.shape[-2], linear.out_features)
-    biases = [None] * len(widths) if linear.bias is None else linear.bias.split(widths)
-    for i, (width, bias, out) in enumerate(zip(widths, biases, y.split(widths, 1), strict=True)):
-        w = weight.data[:, weight.first(i) :][:, :width]
+    """y (M, N) of x (M, K) or (projections, M, K). Quantized weights are widened before: of an x (M, K) as many projections
+    at once as the scratch memory holds, as narrow ones alone do not fill a GPU."""
+    weight, widths, n, y = linear.weight, linear.widths, 0, x.new_empty(x.shape[-2], linear.out_features)
+    last = 0
+    while last < len(widths):
+        first, column = last, n
+        while last < len(widths) and (
+            last == first or (x.dim() == 2 and scratch.holds(weight, range(first, last + 1)))
+        ):
+            n += widths[last]
+            last += 1
+        w = weight.data[:, column:n]
         if weight.quant != "none":
-            w = widen(weight, i, scratch.widened_like(weight, i))
-        rows = x[i] if x.dim() == 3 else x
-        if bias is None:
+            w = widen(weight, range(first, last), scratch.widened_like(weight, range(first, last)))
+        rows, out = x[first] if x.dim() == 3 else x, y[:, column:n]
+        if linear.bias is None:
             torch.mm(rows, w, out=out)
         else:
-            torch.addmm(bias, rows, w, out=out)
+            torch.addmm(linear.bias[column:n], rows, w, out=out)
     return y

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Problem
+from .common import Problem, Weights
 
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
 ZERO = {"int4": 8, "int8": 0, "fp8": 0}  # default zero points
@@ -31,6 +31,7 @@ _UNQUANTIZED_BLOCK = 16
 CHUNK = 8 << 20  # weights stored or dequantized at a time, which bounds temporary memory
 BLOCK = tl.constexpr(COLUMN_BLOCK)
 INT4_ZERO = tl.constexpr(float(ZERO["int4"]))
+_WIDEN_ROWS, _WIDEN_WARPS = 32, 4  # of a program of ``widen``, which has COLUMN_BLOCK columns
 
 
 @dataclass(frozen=True)
@@ -205,57 +206,40 @@ def dequantize(weight: DeviceWeight, index: int, out: Tensor, *, low: bool = Fal
 
 
 @triton.jit
-def code_values(code, QUANT: tl.constexpr):
-    """Codes in the low bits of int32, converted to float32."""
+def code_values(words, QUANT: tl.constexpr, ZERO: tl.constexpr, SHIFT: tl.constexpr = 0):
+    """The codes of int32 words from bit SHIFT on, at most 12, converted to float32, minus ZERO, an integer."""
     if QUANT == "fp8":
         # The bits moved into a float32 give the value times 2^-120, also of subnormals.
+        code = words >> SHIFT
         bits = ((code & 127) << 20) | ((code & 128) << 24)
         return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    return ((code ^ 128) - 128 if QUANT == "int8" else code).to(tl.float32)
+    # Bit SHIFT of the fraction of a float32 in [2^(23 - SHIFT), 2^(24 - SHIFT)) is worth 1: no shift and no conversion.
+    INT8: tl.constexpr = QUANT == "int8"
+    bits = (words & ((255 if INT8 else 15) << SHIFT)) ^ (((150 - SHIFT) << 23) + ((128 << SHIFT) if INT8 else 0))
+    return bits.to(tl.float32, bitcast=True) - ((1 << (23 - SHIFT)) + (128 if INT8 else 0) + ZERO)
 
 
 @triton.jit
-def _widen_kernel(
-    data_ptr, scale_ptr, zero_ptr, out_ptr, WIDTH, K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr,
-    QUANT: tl.constexpr, PLANES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+def _unpack(words, QUANT: tl.constexpr, ZERO: tl.constexpr):
+    """The ``code_values`` (R, columns) of words (R, W). tl.join keeps a word's columns, in order, in its thread."""
+    high = words >> 16
+    if QUANT == "int4":
+        even = tl.join(
+            tl.join(code_values(words, QUANT, ZERO), code_values(high, QUANT, ZERO)),
+            tl.join(code_values(words, QUANT, ZERO, 8), code_values(high, QUANT, ZERO, 8)),
+        )
+        odd = tl.join(
+            tl.join(code_values(words, QUANT, ZERO, 4), code_values(high, QUANT, ZERO, 4)),
+            tl.join(code_values(words, QUANT, ZERO, 12), code_values(high, QUANT, ZERO, 12)),
+        )
+        values = tl.join(even, odd)
+    else:
+        values = tl.join(
+            tl.join(code_values(words, QUANT, ZERO), code_values(high, QUANT, ZERO)),
+            tl.join(code_values(words, QUANT, ZERO, 8), code_values(high, QUANT, ZERO, 8)),
+        )
     EACH: tl.constexpr = 8 if QUANT == "int4" else 4
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    live = (k < K)[:, None] & (word * EACH < WIDTH)[None, :]
-    at = data_ptr + k.to(tl.int64)[:, None] * (PLANES * STRIDE) + word[None, :]
-    words = tl.load(at, mask=live, other=0)
-    # Unpack along a third axis, whose elements a thread has.
-    each = tl.arange(0, EACH)
-    column = word[:, None] * EACH + each[None, :]
-    code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if QUANT == "int4" else 255)
-    value = code_values(code, QUANT)
-    if PLANES == 2:  # both int4: 16 (high - 8) + low - 8 = 16 high + low - 128 - 8
-        low = tl.load(at + STRIDE, mask=live, other=0)
-        value = value * 16.0 - 128.0 + ((low[:, :, None] >> (each * 4)[None, None, :]) & 15).to(tl.float32)
-    scale_at = (k * PLANES // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
-    live_columns = (k < K)[:, None, None] & (column < WIDTH)[None, :, :]
-    if zero_ptr is not None:
-        value -= tl.load(zero_ptr + scale_at, mask=live_columns, other=0.0)
-    elif QUANT == "int4":
-        value -= INT4_ZERO
-    value = value * tl.load(scale_ptr + scale_at, mask=live_columns, other=0.0)
-    out_at = out_ptr + k.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
-    tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=live_columns)
-
-
-def widen(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
-    """``dequantize`` in one launch, to a contiguous out (K, N)."""
-    k, width = out.shape
-    each = 32 // BITS[weight.quant]
-    first, block_w = weight.first(index), 512 // each
-    assert weight.scales is not None
-    zeros = None if weight.zeros is None else weight.zeros[:, first:]
-    _widen_kernel[(triton.cdiv(k, 8), triton.cdiv(width, 512))](
-        weight.data[:, first // each :], weight.scales[:, first:], zeros, out, width, K=k, STRIDE=weight.data.stride(0),
-        GROUP=weight.group, QUANT=weight.quant, PLANES=weight.planes, BLOCK_K=8, BLOCK_W=block_w, num_warps=4,
-    )  # fmt: skip
-    return out
+    return tl.reshape(values, (words.shape[0], words.shape[1] * EACH))
 
 
 def without_default_zeros(weight: DeviceWeight) -> DeviceWeight:
@@ -283,51 +267,44 @@ def dequantize_block(weights, column, k, live, problem: tl.constexpr):
     EACH: tl.constexpr = 8 if INT4 else 4
     at = k.to(tl.int64)[:, None] * problem.stride + (column // EACH)[None, :]
     word = tl.load(weights.weight_t + at, mask=live, other=0)
-    code = (word >> ((column % EACH) * (32 // EACH))[None, :]) & (15 if INT4 else 255)
-    value = code_values(code, QUANT)
+    shifted = word >> ((column % EACH) * (32 // EACH))[None, :]
+    value = code_values(shifted, QUANT, INT4_ZERO if INT4 and weights.quant_zeros is None else 0.0)
     scale_at = (k // problem.group)[:, None] * (problem.stride * EACH) + column[None, :]
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at, mask=live, other=0.0)
-    elif INT4:
-        value -= INT4_ZERO
     return value * tl.load(weights.quant_scales + scale_at, mask=live, other=0.0)
 
 
 @triton.jit
-def _load_code_values(at, live, MASKED: tl.constexpr, INT4: tl.constexpr, QUANT: tl.constexpr):
-    """Load words (R, W) and unpack their codes to float32 (R, columns)."""
+def _load_words(at, live, MASKED: tl.constexpr):
     if MASKED:  # noqa: SIM108 (resolved at compile time)
         words = tl.load(at, mask=live, other=0)
     else:
         words = tl.load(at)
-    # tl.join keeps a word's columns, in order, in the thread that has loaded it.
-    if INT4:
-        even = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
-        odd = tl.join(tl.join(words >> 4, words >> 20), tl.join(words >> 12, words >> 28))
-        code = tl.join(even, odd)
-    else:
-        code = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
-    EACH: tl.constexpr = 8 if INT4 else 4
-    code = tl.reshape(code, (words.shape[0], words.shape[1] * EACH))
-    return code_values(code & (15 if INT4 else 255), QUANT)
+    return words
 
 
 @triton.jit
 def code_block(
     weights, first_word, start, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
-    PLANES: tl.constexpr = 1, LOW: tl.constexpr = False,
+    PLANES: tl.constexpr = 1, LOW: tl.constexpr = False, VECTOR: tl.constexpr = 0,
 ):  # fmt: skip
     """Dequantized weights (ROWS, COLUMNS) in dtype of the channels ``k`` = start .. start + ROWS - 1, 0 from K on, and
-    of the columns from word ``first_word`` on; LOW: only the low plane of graded weights."""
+    of the columns from word ``first_word`` on; LOW: only the low plane of graded weights; VECTOR: words of a channel that
+    a thread loads, 0: as many as fit into 16 bytes."""
     INT4: tl.constexpr = QUANT == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
     word = first_word + tl.arange(0, COLUMNS // EACH)
+    if VECTOR > 0:
+        word = tl.multiple_of(word, VECTOR)  # a hint: no wider loads, whose threads would not have neighbouring columns
     at = weights.weight_t + k.to(tl.int64)[:, None] * (PLANES * STRIDE) + word[None, :] + (STRIDE if LOW else 0)
     live = (k < K)[:, None] & (word >= 0)[None, :]
-    value = _load_code_values(at, live, K % ROWS != 0, INT4, QUANT)
-    if PLANES == 2 and not LOW:  # as in _widen_kernel
-        value = value * 16.0 - 128.0 + _load_code_values(at + STRIDE, live, K % ROWS != 0, INT4, QUANT)
+    ZERO: tl.constexpr = INT4_ZERO if INT4 and weights.quant_zeros is None else 0.0
+    BOTH: tl.constexpr = PLANES == 2 and not LOW
+    value = _unpack(_load_words(at, live, K % ROWS != 0), QUANT, INT4_ZERO if BOTH else ZERO)
+    if BOTH:  # 16 (high - 8) + low - 8, or minus zero
+        value = value * 16.0 + _unpack(_load_words(at + STRIDE, live, K % ROWS != 0), QUANT, ZERO)
     column = first_word * EACH + tl.arange(0, COLUMNS)
     if GROUP % ROWS == 0 or GROUP == K:
         scale_at = ((start // GROUP) * (STRIDE * EACH) + column)[None, :]
@@ -335,9 +312,63 @@ def code_block(
         scale_at = (tl.minimum(k, K - 1) // GROUP)[:, None] * (STRIDE * EACH) + column[None, :]
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at)
-    elif INT4:
-        value -= INT4_ZERO
     value = value * tl.load(weights.quant_scales + scale_at)
     if K % ROWS != 0:
         value = tl.where((k < K)[:, None], value, 0.0)
     return value.to(dtype)
+
+
+@triton.jit
+def _widen_kernel(
+    weights, out_ptr, K: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, QUANT: tl.constexpr,
+    PLANES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,  # of each projection: its first block of columns, the padding before it, its end in out
+):  # fmt: skip
+    EACH: tl.constexpr = 8 if QUANT == "int4" else 4
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    block = tl.program_id(0)
+    start = tl.program_id(1) * ROWS
+    padding = 0
+    end = 0
+    for i in tl.static_range(len(PARTS)):
+        padding = tl.where(block >= PARTS[i][0], PARTS[i][1], padding)
+        end = tl.where(block >= PARTS[i][0], PARTS[i][2], end)
+    lane = tl.arange(0, ROWS)
+    k = start + lane
+    column = block * BLOCK - padding + tl.arange(0, BLOCK)
+    # A thread converts 8 columns of a channel, which it stores as 16 bytes.
+    value = code_block(
+        weights,
+        block * (BLOCK // EACH),
+        start,
+        k,
+        ROWS,
+        BLOCK,
+        K,
+        STRIDE,
+        GROUP,
+        QUANT,
+        dtype,
+        PLANES,
+        False,
+        8 // EACH,
+    )
+    live = (k < K)[:, None] & (column < end)[None, :]
+    tl.store(out_ptr + start.to(tl.int64) * N + lane[:, None] * N + column[None, :], value, mask=live)
+
+
+def widen(weight: DeviceWeight, projections: range, out: Tensor) -> Tensor:
+    """``dequantize`` of consecutive projections side by side, in one launch, to a contiguous out (K, N)."""
+    (k, n), first, each = out.shape, weight.first(projections.start), 32 // BITS[weight.quant]
+    parts, block, end = [], 0, 0
+    for width in weight.widths[projections.start : projections.stop]:
+        parts.append((block, block * COLUMN_BLOCK - end, end + width))
+        block, end = block + triton.cdiv(width, COLUMN_BLOCK), end + width
+    assert weight.scales is not None
+    zeros = None if weight.zeros is None else weight.zeros[:, first:]
+    weights = Weights(weight.data[:, first // each :], None, None, None, weight.scales[:, first:], zeros)
+    _widen_kernel[(block, triton.cdiv(k, _WIDEN_ROWS))](
+        weights, out, K=k, N=n, STRIDE=weight.data.stride(0), GROUP=weight.group // weight.planes, QUANT=weight.quant,
+        PLANES=weight.planes, ROWS=_WIDEN_ROWS, PARTS=tuple(parts), num_warps=_WIDEN_WARPS,
+    )  # fmt: skip
+    return out

@@ -44,7 +44,7 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Scratch)
     y = separate_products(torch.stack([high for high, *_ in masked]), linear, scratch).split(widths, dim=-1)
     for i, (high, *lows) in enumerate(masked):
         for low in lows:  # subtract the low plane of channels that keep the high plane only
-            y[i].sub_((high - low) @ dequantize(weight, i, scratch.widened_like(weight, i), low=True))
+            y[i].sub_((high - low) @ dequantize(weight, i, scratch.widened_like(weight, range(i, i + 1)), low=True))
     return y
 
 
