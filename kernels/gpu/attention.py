@@ -199,17 +199,8 @@ def _store_new_kv(
 
 
 @triton.jit
-def _scores(products, scale_log2, shape: tl.constexpr):
-    """Scores in the log2 domain from the products q . k."""
-    s = products * scale_log2
-    if shape.softcap > 0.0:
-        s = soft_cap(s, shape.softcap * _LOG2_E)
-    return s
-
-
-@triton.jit
 def _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
-    """Online softmax over one more tile (of ``load_kv``) at the positions of ``mask``: maximum m (log2 domain),
+    """Online softmax over one more tile (of ``load_kv``) at the positions of ``mask``, None: all: maximum m (log2 domain),
     denominator ``total``, sum ``acc``. With codes q and acc are the even columns, q_odd and acc_odd the odd ones."""
     k, v, k_scale, v_scale = kv
     if k.dtype.is_int():
@@ -218,10 +209,16 @@ def _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape: tl.co
         s = tl.dot(q_odd, tl.trans(odd_k), s, input_precision="ieee") * k_scale[None, :]
     else:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    s = tl.where(mask, _scores(s, scale_log2, shape), float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, axis=1))
+    SCALED: tl.constexpr = shape.softcap > 0.0
+    if SCALED:
+        s = soft_cap(s * scale_log2, shape.softcap * _LOG2_E)
+    if mask is not None:
+        s = tl.where(mask, s, float("-inf"))
+    largest = tl.max(s, axis=1)
+    m_new = tl.maximum(m, largest if SCALED else largest * scale_log2)
     rescale = tl.exp2(m - m_new)
-    weight = tl.exp2(s - m_new[:, None])
+    # Multiplied here the scale takes no instruction of its own.
+    weight = tl.exp2((s if SCALED else s * scale_log2) - m_new[:, None])
     total = total * rescale + tl.sum(weight, axis=1)
     acc = acc * rescale[:, None]
     if v.dtype.is_int():
@@ -298,7 +295,9 @@ def _attention_kernel(
     if split == 0:
         stores = (row_position >= 0) & (not STORED)
         k_new, v_new = _store_new_kv(query_ptr, kv_head, slot, p, stores, cos, sin, norms, cache, shape, config, dtype)
-        m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
+        m = tl.sum(q.to(tl.float32) * k_new[None, :], axis=1) * scale_log2
+        if shape.softcap > 0.0:
+            m = soft_cap(m, shape.softcap * _LOG2_E)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new[None, :]
         if sinks_ptr is not None:  # a score whose value is 0, in split 0 only
@@ -425,7 +424,7 @@ def _chunk_attention_kernel(
     GROUP: tl.constexpr = shape.heads // shape.kv_heads
     BLOCK_M: tl.constexpr = config.block_m
     BLOCK_T: tl.constexpr = config.block_t
-    tile = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those of the most positions first
     kv_head = tl.program_id(1)
     slot = tl.load(chunk_ptr)
     start = tl.load(chunk_ptr + 1).to(tl.int32)
@@ -450,7 +449,15 @@ def _chunk_attention_kernel(
         total = tl.full((BLOCK_M,), 1.0, tl.float32)
     q, q_odd = split_columns(q, cache)
     acc, acc_odd = split_columns(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
-    for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
+    # First the tiles of positions that all rows attend to. Two loops over codes would not fit into the registers.
+    APART: tl.constexpr = shape.window == 0 and cache.k_scale is None
+    if APART:
+        whole = (start + tl.minimum(tile * BLOCK_M // GROUP, last) + 1) // BLOCK_T * BLOCK_T
+        for first in tl.range(0, whole, BLOCK_T, num_stages=config.stages):
+            kv = load_kv(cache, slot, kv_head, first + tl.arange(0, BLOCK_T), None, D, D_PAD)
+            m, total, acc, acc_odd = _attend(q, q_odd, kv, None, m, total, acc, acc_odd, scale_log2, shape, dtype)
+        begin = whole
+    for first in tl.range(begin, end, BLOCK_T, num_stages=1 if APART else config.stages):  # a few tiles if APART
         t = first + tl.arange(0, BLOCK_T)
         kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
         mask = t[None, :] <= row_position[:, None]

@@ -149,10 +149,12 @@ def scale_offset(cache, slot, kv_head):
 @triton.jit
 def load_kv(cache, slot, kv_head, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
     """Keys and values (block_t, d_pad) at the positions ``t``, or pairs of codes (block_t, d_pad / 2) and their scales
-    (block_t,); zeros where not ``live_t``."""
+    (block_t,); zeros where not ``live_t``; None, not for codes: all are live."""
     EACH: tl.constexpr = 2 if cache.k_scale is not None else 1
     d = tl.arange(0, D_PAD // EACH)
-    live = live_t[:, None] & (d < D // EACH)[None, :]
+    live = (d < D // EACH)[None, :]
+    if live_t is not None:
+        live = live_t[:, None] & live
     at = slot_offset(cache, slot, kv_head) + t.to(tl.int64)[:, None] * cache.stride + d[None, :]
     k = tl.load(cache.k + at, mask=live, other=0)
     v = tl.load(cache.v + at, mask=live, other=0)
