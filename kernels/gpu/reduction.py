@@ -323,11 +323,12 @@ def _masked(y, k, live, scale_ptr, threshold_ptr, row_mask_ptr, row):
 @triton.jit
 def _activate_kernel(
     gate_up_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gdc_wait(PDL)
     at = gate_up_ptr + row * (WIDTH if ACTIVATION == "relu2" else 2 * WIDTH) + n
     gate = tl.load(at, mask=n < WIDTH, other=0.0)
     if ACTIVATION == "relu2":
@@ -340,7 +341,7 @@ def _activate_kernel(
 
 
 def launch_activate(
-    gate_up: Tensor, activation: str, mask: Mask | None = None, row_mask: Tensor | None = None
+    gate_up: Tensor, activation: str, mask: Mask | None = None, row_mask: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
     """activation(gate) * up, masked: (T, I) of ``gate_up`` (T, 2 I); ``silu`` or ``gelu_tanh``. ``relu2``: of up (T, I).
     ``row_mask``: (T or more,) float32, 0 for a row that keeps all its channels; None: all are masked."""
@@ -348,7 +349,7 @@ def launch_activate(
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(width))
     _activate_kernel[(rows, triton.cdiv(width, block))](
-        gate_up, *(mask or (None, None)), row_mask, out, activation, width, block, num_warps=4
+        gate_up, *(mask or (None, None)), row_mask, out, activation, width, block, pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
@@ -356,8 +357,9 @@ def launch_activate(
 @triton.jit
 def _combine_kernel(
     splits, scale_ptr, threshold_ptr, out_ptr, HEADS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr,
+    D_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    gdc_wait(PDL)
     at = tl.program_id(0).to(tl.int64) * SPLITS
     d = tl.arange(0, D_PAD)
     m = tl.load(splits.maximum + at)
@@ -374,11 +376,12 @@ def _combine_kernel(
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * D + d, y, mask=d < D)
 
 
-def launch_combine(splits: KVSplits, dtype: torch.dtype, mask: Mask | None = None) -> Tensor:
+def launch_combine(splits: KVSplits, dtype: torch.dtype, mask: Mask | None = None, *, pdl: bool = False) -> Tensor:
     """The attention's output (B, heads * D) from its KV splits, masked."""
     batch, heads, count, d = splits.x.shape
     out = torch.empty(batch, heads * d, dtype=dtype, device=splits.x.device)
     _combine_kernel[(batch * heads,)](
-        splits, *(mask or (None, None)), out, heads, count, d, triton.next_power_of_2(d), num_warps=1
-    )
+        splits, *(mask or (None, None)), out, heads, count, d, triton.next_power_of_2(d), pdl, num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
     return out

@@ -219,7 +219,7 @@ class BlockLauncher(ABC):
     def _activate(self, block: Block[AnyLinear], x: Input) -> Input:
         if self.normed is None:  # gate and up's launch has computed it
             return x
-        return Input(launch_activate(tensor_of(x), self.config.activation, self._mask(block, "down")))
+        return Input(launch_activate(tensor_of(x), self.config.activation, self._mask(block, "down"), pdl=self.pdl))
 
     def _mask(self, block: Block[AnyLinear], role: str) -> Mask | None:
         """The mask of a linear that the launch before it applies; None: none."""

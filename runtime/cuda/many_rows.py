@@ -64,7 +64,7 @@ class ManyRowsStep(DecodeStep):
     def _attend(self, index: int, qkv: Tensor) -> Input:
         splits = super()._attend(index, qkv).attention
         assert splits is not None
-        return Input(launch_combine(splits, qkv.dtype, self._mask(self.weights.blocks[index], "o")))
+        return Input(launch_combine(splits, qkv.dtype, self._mask(self.weights.blocks[index], "o"), pdl=self.pdl))
 
     def _mask(self, block: Block[AnyLinear], role: str) -> Mask | None:
         linear = getattr(block, role)

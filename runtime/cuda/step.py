@@ -233,8 +233,8 @@ class DecodeStep(BlockLauncher):
             launch_count(linear, value, total, tokens=self.tokens, expert=expert, eps=eps, pdl=pdl)
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
-        out, pdl = self._splits(self.weights.blocks[index].spec.head_dim), self.pdl and self.normed is None
-        return self._attend_rows(index, qkv, out, stored=self._verifies, stages=self._stages[index], pdl=pdl)
+        out = self._splits(self.weights.blocks[index].spec.head_dim)
+        return self._attend_rows(index, qkv, out, stored=self._verifies, stages=self._stages[index], pdl=self.pdl)
 
     def _splits(self, width: int) -> KVSplits:
         splits = self.rows, self.config.num_heads, self._kv_splits
