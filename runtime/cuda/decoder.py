@@ -98,7 +98,7 @@ class CudaDecoder(Decoder):
         options = max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, max(2, self._state_buffers)
         memory = CudaPages if device.type == "cuda" else Pages
         self._cache = cache or KVCache(config, *options, memory=memory, pages=self._pages)
-        self.prefill_chunk = chunk_size(config, dtype)
+        self.prefill_chunk = chunk_size(config, dtype, quantized=self.weights.dequantized is not None)
         self.chunks_split_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
         self._scratch = Scratch(device, dtype, self.weights.dequantized)  # of prompts
