@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from wisparse.formats.model_config import LM_HEAD, ModelConfig, Projection
 from wisparse.formats.tensors import MTP, PER_LAYER_EMBEDDING, stacked_experts
 
 from .calibration import CalibrationTokens
-from .experts import Rows
+from .experts import Rows, at_rows
 from .flow import BlockFlow
 from .masking import MaskedModel
 from .sensitivity import kl_rows
@@ -31,6 +32,9 @@ _SMALLEST_WEIGHT = 1e-4
 # Rows of the embedding rotated at a time, in float32.
 _ROWS = 8192
 _BATCH_SIZE = 4  # sequences
+# A sequence's first token counts as this fraction of all its tokens in the hidden state's moments: as an attention sink it
+# differs from the others, and errors there reach them all.
+_FIRST_TOKEN = 1 / 32
 # Tokens on which the rotated model is compared with the source, and the largest KL, nats per token, that is accepted.
 _TOKENS, _MAX_KL = 256, 0.02
 # The same where norms after attention and MLP are fitted: about the KL of two computations in bfloat16. Above it the hidden
@@ -74,7 +78,7 @@ def _values_of(config: ModelConfig, index: int) -> int | None:
 def find_rotation(
     source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, advance: Callable[[], None] = lambda: None
 ) -> Rotation:
-    """Principal directions over the counted tokens, in the dense model."""
+    """Principal directions over the counted and the first tokens, in the dense model."""
     config = source.config
     fixed, before = config.fixed_hidden, _norms(config)[0]
     zeros = partial(torch.zeros, dtype=torch.float64, device=source.device)
@@ -91,17 +95,22 @@ def find_rotation(
     outputs = {one.name: values_of[one.block] for one in config.projections() if one.role == "o_proj"}
     norms = {name: norm_factors(checkpoint, norm, "cpu") for name in first if (norm := before[name]) is not None}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH_SIZE)
+    factors = [counted.float() for counted in flow.counted]
+    for of_batch in factors:
+        of_batch[:, 0] = math.sqrt(_FIRST_TOKEN * tokens.seq_len)
     batch = 0
 
     def observe(name: str, x: Tensor) -> None:
         if name in first:
-            x = Rows.counted(source.projections[name], x, flow.counted[batch], flow.places[batch]).x.float()
+            of_rows = at_rows(source.projections[name], x, factors[batch].to(x.device)).flatten()
+            x = x.flatten(0, -2).float()
             if name in norms:
                 weight = norms[name].to(x.device)
                 nonzero = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
                 x = torch.where(nonzero, x / torch.where(nonzero, weight, 1.0), 0.0)
             else:  # the hidden state itself, which grows from block to block
                 x = torch.nn.functional.rms_norm(x, x.shape[-1:])
+            x = x * of_rows[:, None]
             hidden_moments.add_((x.T @ x).double() / first[name])  # as many experts have a row of each token
         elif (maker := outputs.get(name)) is not None:
             moments = head_moments[maker]

@@ -150,9 +150,11 @@ def test_directions_are_principal(tmp_path: Path) -> None:
     tokens = CalibrationTokens.from_rows(rows, "numbers", 1)
     rotation = find_rotation(source, checkpoint, tokens)
     seen: dict[str, list[torch.Tensor]] = {}
+    first: dict[str, torch.Tensor] = {}
 
     def note(name: str, x: torch.Tensor) -> None:
-        seen.setdefault(name, []).append(x[:, 1:].flatten(0, 1))  # the first token of a sequence does not count
+        seen.setdefault(name, []).append(x[:, 1:].flatten(0, 1))
+        first[name] = x[:, 0]
 
     with MaskedModel(source.projections) as masked, masked.during(observer=note), torch.no_grad():
         source.model(input_ids=tokens.input_ids, use_cache=False)
@@ -165,7 +167,9 @@ def test_directions_are_principal(tmp_path: Path) -> None:
     for index in range(3):
         for name, norm in (("self_attn.q_proj", "input_layernorm"), ("mlp.gate_proj", "post_attention_layernorm")):
             prefix = f"model.layers.{index}."
-            x = torch.cat(seen[prefix + name]) / checkpoint.tensor(f"{prefix}{norm}.weight").float()
+            # The first of 48 tokens counts as a 32nd of them, and not among the values.
+            x = torch.cat([*seen[prefix + name], first[prefix + name] * (48 / 32) ** 0.5])
+            x = x / checkpoint.tensor(f"{prefix}{norm}.weight").float()
             total += x.double().T @ x.double()
     moments = rotation.residual.double().T @ total @ rotation.residual.double()
     assert (moments - moments.diag().diag()).abs().max() < 1e-4 * moments.diag().max()
