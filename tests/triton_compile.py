@@ -493,10 +493,13 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add beside": partial(add, norm=hidden[0], scalar=empty(1), parallel=ParallelExperts(hidden, hidden[0], hidden[0])),
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
         "add, then norm": partial(add, next_norm=hidden[0], normed=hidden),
-        "activate": partial(launch_activate, empty(64, 28672), "silu"),
-        "relu2": partial(launch_activate, empty(64, 14336), "relu2"),
-        "activate, then mask": partial(launch_activate, empty(64, 28672), "silu", (empty(1, 14336, dtype=FP32), by_row)),
-        "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16, (by_row, by_row)),
+        "activate": partial(launch_activate, empty(64, 28672), "silu", pdl=pdl),
+        "relu2": partial(launch_activate, empty(64, 14336), "relu2", pdl=pdl),
+        "activate, then mask": partial(launch_activate, empty(64, 28672), "silu", (empty(1, 14336, dtype=FP32), by_row), pdl=pdl),
+        "activate, then mask by row": partial(launch_activate, empty(64, 28672), "silu", (empty(1, 14336, dtype=FP32), by_row), by_row),
+        "combine": partial(
+            launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16, (by_row, by_row), pdl=pdl
+        ),
         **{f"widen {kind}": partial(
                widen, empty_weight(kind, 4096, (4096, 1024, 1024), group, BF16, META, zeros=kind == "int4"), range(3), empty(4096, 6144)
            ) for kind, group in (("int4", 128), ("int8", None), ("fp8", None))},
@@ -534,7 +537,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{f"many experts 2048 {quant[0]} ungated": partial(many_experts, arch, 2048, quant, 0, gated=False)
            for quant in (("none", None), ("int4", 128))},
         # Long lists beside what Triton takes to reduce splits.
-        **{f"gemv gate_up {rows} {warps} by row": partial(
+        **{f"gemv gate_up {rows} {warps}{' waiting' * bool(reducers)}": partial(
                gemv, arch, Tile(block_n, 1, 4, warps, stages=1, chunk=128, unroll=4, trigger=2, reducers=reducers),
                "gate_up", rows, dense=True, by_row=True, quant=("int4", 128, False))
            for rows, warps, block_n, reducers in ((8, 8, 512, 0), (16, 4, 256, 2), (32, 8, 512, 4))},
