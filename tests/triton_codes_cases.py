@@ -155,7 +155,7 @@ def test_a_block_of_the_plug_in_for_vllm(kind, group, dtype, count, biased):
     o, gate_up, down, qkv = (Linear(layer_of(linear), Placed(dense)) for linear in made)
     first, second = (Norm(1 + rows(1, hidden, dtype, seed)[0] / 4, 1e-5) for seed in (7, 8))
     masked = torch.arange(count + 2, device=DEVICE).remainder(3).ne(1).float()
-    between = Between(o, first, gate_up, "silu", down, second, qkv, masked)
+    between = Between(o, first, gate_up, "silu", down, second, qkv)
     attention, stream = rows(count, 64, dtype), rows(count, hidden, dtype, 2)
     for product in between.products(count, dtype):
         scratch_of(DEVICE, dtype).reserve(product)

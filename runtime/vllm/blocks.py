@@ -27,6 +27,7 @@ from .product import (
     finish_compiling,
     masked_linear,
     product_of,
+    register_operator,
     scratch_of,
 )
 
@@ -88,7 +89,6 @@ class Between:
     down: Linear
     next_norm: Norm
     qkv: Linear | None  # None after the last block
-    masked: Tensor
 
     def apart(self, attention: Tensor, stream: Tensor, masked: Tensor) -> Tensor:
         """With launches of their own for norms and the activation."""
@@ -159,7 +159,7 @@ class Between:
 
     def reserve(self, dtype: torch.dtype) -> None:
         """As ``product.reserve``, for the launches of `fused`."""
-        weight, masked = self.o.layer.weight, self.masked
+        weight = self.o.layer.weight
         if not weight.is_cuda or dtype not in HALF:
             return
         for rows in range(1, self.few + 1):
@@ -171,7 +171,7 @@ class Between:
                 torch.zeros(rows, width, dtype=dtype, device=weight.device)
                 for width in (self.o.layer.scales.shape[1], len(self.norm.weight))
             )
-            self.fused(attention, stream, torch.ones_like(masked[:rows]))
+            self.fused(attention, stream, torch.ones(rows, dtype=torch.float32, device=weight.device))
 
         kinds = [
             (one.layer.linear(dtype, dense=one.placed.dense).shape, one.layer.bias is None) for one in self.linears
@@ -193,14 +193,10 @@ def between_attentions(attention: Tensor, stream: Tensor, masked: Tensor, weight
     return (between.fused if few else between.apart)(attention, stream, masked)
 
 
-_LIBRARY = torch.library.Library("wisparse", "FRAGMENT")
-_LIBRARY.define("between_attentions" + torch.library.infer_schema(between_attentions, mutates_args=("stream",)))
-for _place in ("CUDA", "CPU"):
-    _LIBRARY.impl("between_attentions", between_attentions, _place)
-torch.library.register_fake(
-    "wisparse::between_attentions",
+register_operator(
+    between_attentions,
     lambda attention, stream, masked, weight, width: attention.new_empty(attention.shape[0], width),
-    lib=_LIBRARY,
+    mutates=("stream",),
 )
 
 
@@ -284,7 +280,7 @@ def _join(layer: Any, after: Any, last: Any) -> None:
     activation, norm = _ACTIVATIONS[type(layer.mlp.act_fn).__name__], layer.post_attention_layernorm
     between = Between(
         _linear(o), _norm(norm), _linear(gate_up), activation, _linear(down), _norm(next_norm),
-        None if qkv is None else _linear(qkv), o.wisparse_masked,
+        None if qkv is None else _linear(qkv),
     )  # fmt: skip
     for linear in (o, gate_up, down, qkv):
         if linear is not None:

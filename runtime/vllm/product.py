@@ -140,15 +140,22 @@ def masked_linear(
     return y.reshape(*x.shape[:-1], sum(widths))
 
 
-# Not by torch.library.custom_op, whose wrapper takes as long as a product's launch where no graph is replayed.
 _LIBRARY = torch.library.Library("wisparse", "FRAGMENT")
-_LIBRARY.define("masked_linear" + torch.library.infer_schema(masked_linear, mutates_args=()))
-for _place in ("CUDA", "CPU"):
-    _LIBRARY.impl("masked_linear", masked_linear, _place)
-torch.library.register_fake(
-    "wisparse::masked_linear",
+
+
+def register_operator(of: Callable[..., Tensor], fake: Callable[..., Tensor], mutates: Sequence[str] = ()) -> None:
+    """Make ``of`` the operator of its name, on GPUs and CPUs; ``fake``: its output without numbers; ``mutates``: arguments
+    that it changes. Not by torch.library.custom_op, whose wrapper takes as long as a product's launch where no graph is
+    replayed."""
+    _LIBRARY.define(of.__name__ + torch.library.infer_schema(of, mutates_args=tuple(mutates)))
+    for place in ("CUDA", "CPU"):
+        _LIBRARY.impl(of.__name__, of, place)
+    torch.library.register_fake(f"wisparse::{of.__name__}", fake, lib=_LIBRARY)
+
+
+register_operator(
+    masked_linear,
     lambda x, weight, bias, scales, thresholds, masked, widths, *_: x.new_empty((*x.shape[:-1], sum(widths))),
-    lib=_LIBRARY,
 )
 
 
