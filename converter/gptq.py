@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -64,55 +64,39 @@ def fit_int4(
     (as in arXiv:2504.02692); then GPTQ (arXiv:2210.17323), then least-squares scales for the codes.
     """
     columns = weight.shape[-1]
-    target = corrected(weight, moments, cross)
-    scales = search_scales(target, moments.diagonal(dim1=-2, dim2=-1), group, scale_dtype)
-    order, factor = in_order(moments)
-    by_column = order.unsqueeze(-2).expand_as(target)
-    by_channel = scales.repeat_interleave(group, dim=-1).gather(-1, by_column)
-    codes = torch.empty_like(target)
-
-    def rounded(k: int, column: Tensor) -> Tensor:
-        codes[..., k] = torch.round(column / by_channel[..., k]).clamp_(-8, 7)
-        return codes[..., k] * by_channel[..., k]
-
-    round_columns(target.gather(-1, by_column), factor, rounded)
-    codes = torch.empty_like(codes).scatter_(-1, by_column, codes)
+    target, diagonal = weight.to(torch.float32), moments.diagonal(dim1=-2, dim2=-1)
+    if cross is not None:
+        ridge = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
+        damped = moments + torch.diag_embed(ridge.expand_as(diagonal))
+        target = target + _CORRECTION * torch.linalg.solve(damped, (target @ (cross - moments)).mT).mT
+    scales = search_scales(target, diagonal, group, scale_dtype)
+    codes = _round_columns(target, moments, scales.repeat_interleave(group, dim=-1))
     scales = _least_squares(target, moments, codes, scales, scale_dtype).flatten(0, -2)
     codes = codes.flatten(0, -2)
     return QuantizedMatrix("int4", pack_int4((codes + 8).to(torch.uint8)), scales, None, group, (len(codes), columns))
 
 
-def corrected(weight: Tensor, moments: Tensor, cross: Tensor | None) -> Tensor:
-    """The weight (N, K) float32 moved towards the one whose product with x is W z; see `fit_int4`."""
-    target, diagonal = weight.to(torch.float32), moments.diagonal(dim1=-2, dim2=-1)
-    if cross is None:
-        return target
-    ridge = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
-    damped = moments + torch.diag_embed(ridge.expand_as(diagonal))
-    return target + _CORRECTION * torch.linalg.solve(damped, (target @ (cross - moments)).mT).mT
-
-
-def in_order(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The channels in the order of falling moments, (K,), and the upper Cholesky factor (K, K) of the inverse damped
-    moments in this order."""
+def _round_columns(target: Tensor, moments: Tensor, scales: Tensor) -> Tensor:
+    """GPTQ's codes (N, K) of the weight ``target`` for scales (N, K): columns in the order of falling moments, each rounded
+    and its error propagated to those after it."""
     order = torch.argsort(moments.diagonal(dim1=-2, dim2=-1), descending=True, stable=True, dim=-1)
     rows = moments.gather(-2, order.unsqueeze(-1).expand_as(moments))
-    return order, _inverse_factor(rows.gather(-1, order.unsqueeze(-2).expand_as(moments)))
-
-
-def round_columns(remaining: Tensor, factor: Tensor, rounded: Callable[[int, Tensor], Tensor]) -> None:
-    """Round the columns of ``remaining`` (N, K), sorted by `in_order`, one by one and propagate their errors to those
-    after. ``rounded``: the values of column k, as moved by the errors before it."""
-    columns = remaining.shape[-1]
+    factor = _inverse_factor(rows.gather(-1, order.unsqueeze(-2).expand_as(moments)))
+    by_column = order.unsqueeze(-2).expand_as(target)
+    remaining, scales = target.gather(-1, by_column), scales.gather(-1, by_column)
+    codes, columns = torch.empty_like(target), target.shape[-1]
     for first in range(0, columns, _PANEL):
         last = min(first + _PANEL, columns)
         panel = remaining[..., first:last]
         errors = torch.empty_like(panel)
         for k in range(last - first):
-            row = factor[..., first + k, None, first:last]
-            errors[..., k] = (panel[..., k] - rounded(first + k, panel[..., k])) / row[..., k]
+            row, scale = factor[..., first + k, None, first:last], scales[..., first + k]
+            code = torch.round(panel[..., k] / scale).clamp_(-8, 7)
+            errors[..., k] = (panel[..., k] - code * scale) / row[..., k]
             panel[..., k:] -= errors[..., k, None] * row[..., k:]
+            codes[..., first + k] = code
         remaining[..., last:] -= errors @ factor[..., first:last, last:]
+    return torch.empty_like(codes).scatter_(-1, by_column, codes)
 
 
 def _least_squares(target: Tensor, moments: Tensor, codes: Tensor, scales: Tensor, scale_dtype: torch.dtype) -> Tensor:
@@ -237,14 +221,9 @@ def quantise_weights(
 
 
 def fit_projections(
-    source: SourceModel,
-    tokens: CalibrationTokens,
-    group: int,
-    scale_dtype: torch.dtype,
-    fit: Callable[[str, Tensor, Tensor, Tensor], Any] | None = None,
-) -> Iterator[tuple[str, Any]]:
-    """Fit the projections in order; the caller has to put each matrix into ``source`` before the next is computed.
-    ``fit`` maps a name, weight, moments and cross moments to a matrix; None: `fit_int4`, as for all experts."""
+    source: SourceModel, tokens: CalibrationTokens, group: int, scale_dtype: torch.dtype
+) -> Iterator[tuple[str, QuantizedMatrix]]:
+    """Fit the projections in order; the caller has to put each matrix into ``source`` before the next is computed."""
     flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
     dense, hidden = flow.start(), flow.start()  # the block's input in the dense model, and in the quantized one
     rounded = total = 0  # experts' weights
@@ -287,11 +266,7 @@ def fit_projections(
                 moments.addmm_(x.t(), x)
                 cross.addmm_(z.t(), x)
             for name in (first, *others):
-                weight = source.projections[name].weight
-                if fit is None:
-                    yield name, fit_int4(weight, moments, group, scale_dtype, cross)
-                else:
-                    yield name, fit(name, weight, moments, cross)
+                yield name, fit_int4(source.projections[name].weight, moments, group, scale_dtype, cross)
         hidden = [flow.block(block, batch, state) for batch, state in enumerate(hidden)]
     if rounded:
         text = "int4: %d of %d weights' inputs in experts are from fewer than %d tokens: these weights are rounded, not fitted"
