@@ -15,7 +15,7 @@ import torch
 from shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B
 
 from wisparse.converter.config import full_config
-from wisparse.converter.estimate import bundle_bytes, working_bytes
+from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import expected_tensors

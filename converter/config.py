@@ -13,11 +13,10 @@ from typing import Any, get_args
 from wisparse.formats import guard
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, require_known, why_refused
 from wisparse.formats.checkpoint import read_config
-from wisparse.formats.config_fields import LARGEST_DIMENSION, dimension, require
+from wisparse.formats.config_fields import LARGEST_DIMENSION, dimension, require, require_rope_type
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, require_values
 from wisparse.formats.quantization import quantisation_method
-from wisparse.formats.rope_config import require_rope_type
 
 # Only the source's own token ids are kept: with a class's default, generation could end at another token.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -5,22 +5,24 @@ Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill: the accuracy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.weight_types import sparse_from
+from wisparse.formats.manifest import QualityRow, QualityTable
+from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight, sparse_from
 
 from .sensitivity import kl_rows
+from .source import SourceModel
 
 # (token_ids (T,) int64, sparse_from) -> (T, V) float32: positions from sparse_from on run sparse, others dense.
 Logits = Callable[[Tensor, int], Tensor]
 
-# Rows of logits processed at a time: limits the float32 temporaries (rows, vocab_size).
-_ROWS = 256
+_ROWS = 256  # of logits at a time: limits the float32 temporaries (rows, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,35 @@ def json_values(value: Any, digits: int | None = None, longest: int | None = Non
     return value
 
 
-def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
-    """Sums (6,) float64 over rows of logits (T, V): tokens, labels, agreeing tokens, KL, loss, dense loss. ``labels``
-    (T,): the next tokens, or -1."""
-    total = torch.zeros(6, dtype=torch.float64)
-    for p, q, targets in zip(dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True):
-        log_p, log_q = p.float().log_softmax(dim=-1), q.float().log_softmax(dim=-1)
-        known, index = targets >= 0, targets.clamp(min=0)[:, None]
-        agreeing, kl = log_p.argmax(-1) == log_q.argmax(-1), kl_rows(log_p, log_q).double()
-        losses = (-log.gather(-1, index)[known].double().sum() for log in (log_q, log_p))
-        numbers = (len(log_p), known.sum(), agreeing.sum(), kl.sum(), *losses)
-        total += torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-    return total
+def next_tokens(ids: Tensor) -> Tensor:
+    """Labels (T,) of token ids (T,): the next token, -1 after the last."""
+    return torch.cat((ids[1:], ids.new_full((1,), -1)))
+
+
+def token_figures(reference: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Figures (T, 7) float64 from logits (T, V) and the next tokens ``labels`` (T,), -1 if there is none: KL, whether the most
+    likely tokens agree, the reference's largest probability; with a label also its log-probability in the reference and
+    in the model, and whether it is the most likely one there; else NaN."""
+    parts = []
+    for p, q, targets in zip(reference.split(_ROWS), logits.split(_ROWS), labels.split(_ROWS), strict=True):
+        # A logit of -inf, or of the type's least number, rules a token out; NaN stays.
+        log_p, log_q = (one.float().to(q.device).log_softmax(dim=-1).clamp_(min=-6e4) for one in (p, q))
+        best_p, best_q, targets = log_p.argmax(dim=-1), log_q.argmax(dim=-1), targets.to(q.device)
+        index = targets.clamp(min=0)[:, None]
+        labelled = [log_p.gather(-1, index)[:, 0], log_q.gather(-1, index)[:, 0], best_p == targets, best_q == targets]
+        labelled = [torch.where(targets >= 0, one.float(), math.nan) for one in labelled]
+        agree = (best_p == best_q).float()
+        kl = kl_rows(log_p, log_q).clamp(min=0)  # rounding
+        parts.append(torch.stack([kl, agree, log_p.amax(dim=-1).exp(), *labelled], dim=-1).cpu())
+    return torch.cat(parts).double()
+
+
+def _sums(figures: Tensor) -> Tensor:
+    """Sums (6,) of `token_figures` (T, 7): tokens, labels, agreeing tokens, KL, loss, dense loss."""
+    kl, agreeing, _, dense_log, log, right, _ = figures.T
+    known = ~right.isnan()
+    parts = (torch.ones_like(kl), known, agreeing, kl, -log[known], -dense_log[known])
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
 
 def mean_and_error(total: Tensor, count: Tensor) -> tuple[float, float]:
@@ -96,20 +115,21 @@ def mean_and_error(total: Tensor, count: Tensor) -> tuple[float, float]:
     return mean, float(spread.sqrt() / count.sum())
 
 
+def perplexity_of(loss: float) -> float:
+    """Infinity where `math.exp` raises an error."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def _measured(texts: Sequence[Tensor]) -> Measured:
-    """From the `_sums` of each sequence; standard errors are over sequences."""
-    rows = torch.stack(list(texts))
-    tokens, labels, agreeing, kl, loss, dense_loss = rows.T
-
-    def exp(value: float) -> float:
-        return math.exp(value) if value < 700 else math.inf
-
+    """From the `token_figures` of each sequence; standard errors are over sequences."""
+    tokens, labels, agreeing, kl, loss, dense_loss = torch.stack([_sums(figures) for figures in texts]).T
     (kl_mean, kl_stderr), (top1, top1_stderr) = mean_and_error(kl, tokens), mean_and_error(agreeing, tokens)
-    perplexity, (_, change_stderr) = exp(mean_and_error(loss, labels)[0]), mean_and_error(loss - dense_loss, labels)
+    perplexity = perplexity_of(mean_and_error(loss, labels)[0])
+    _, change_stderr = mean_and_error(loss - dense_loss, labels)
     return Measured(
         num_tokens=int(tokens.sum()),
         kl=kl_mean,
-        dense_perplexity=exp(mean_and_error(dense_loss, labels)[0]),
+        dense_perplexity=perplexity_of(mean_and_error(dense_loss, labels)[0]),
         perplexity=perplexity,
         top1_agreement=top1,
         kl_stderr=kl_stderr,
@@ -138,7 +158,6 @@ def evaluate_text(
         length = len(ids)
         # The decoder's next call overwrites its logits.
         dense = (reference or logits)(ids, length).clone()
-        labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(dense.device)
         for policy in policies:
             start = sparse_from(policy, length)
             if counter is not None:
@@ -149,8 +168,8 @@ def evaluate_text(
                 counter.measure_sparsity(False)
                 if realised is not None and start < length:
                     dropped[policy].append((realised, length - start))
-            inside[policy].append(_sums(dense[start:], sparse[start:], labels[start:]))
-            overall[policy].append(inside[policy][-1] + _sums(dense[:start], sparse[:start], labels[:start]))
+            overall[policy].append(token_figures(dense, sparse, next_tokens(ids)))
+            inside[policy].append(overall[policy][-1][start:])
         advance()
     result = {}
     for policy in policies:
@@ -182,8 +201,7 @@ def evaluate_together(
         counter.measure_sparsity(True)
     for group in texts.split(at_once):
         for ids, sparse in zip(group, logits(group, start), strict=True):
-            labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(sparse.device)
-            rows.append(_sums(reference(ids, len(ids))[start:], sparse[start:], labels[start:]))
+            rows.append(token_figures(reference(ids, len(ids))[start:], sparse[start:], next_tokens(ids)[start:]))
             advance()
     realised = None
     if counter is not None:
@@ -203,3 +221,139 @@ def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | No
     if source == "self":
         return f"the model wrote the calibration text with this seed ({seed}) too" if same_seed else None
     return f"the text has the name{' and seed' * same_seed} of the calibration text ({source})"
+
+
+_FLOOR_TOKENS = 2048  # of the noise floor, at most
+_REFERENCE_BYTES = 2 << 30  # of logits that are kept while the weights are quantized
+
+
+def rounded(logits: Tensor) -> Tensor:
+    """Logits (T, V) as stored: relative to each row's largest one, in float16. Their KL to the given ones is below 1e-6."""
+    return (logits.float() - logits.float().amax(dim=-1, keepdim=True)).clamp(min=-6e4).half()
+
+
+@torch.no_grad()
+def dense_logits(source: SourceModel, ids: Tensor) -> Tensor:
+    """Logits (..., T, V) float32 of token ids (..., T)."""
+    logits: Tensor = source.model(input_ids=ids.to(source.device).view(-1, ids.shape[-1]), use_cache=False).logits
+    return logits.float().view(*ids.shape, -1)
+
+
+def reference_logits(source: SourceModel, texts: Tensor) -> list[Tensor]:
+    """Logits of as many of the sequences (S, T) as fit the memory for them, in float16."""
+    each = texts.shape[1] * source.config.vocab_size * 2
+    return [rounded(dense_logits(source, ids)).cpu() for ids in texts[: max(1, _REFERENCE_BYTES // each)]]
+
+
+def can_round(source: SourceModel) -> bool:
+    """Whether all weights are in memory, unquantised."""
+    return source.planes == 1 and not any(module.weight.is_meta for module in source.projections.values())
+
+
+@contextmanager
+def rounded_weights(source: SourceModel, kind: str) -> Iterator[None]:
+    """The projections and the output layer compute with weights rounded as ``load(weights=kind)`` rounds them, each while it
+    runs."""
+    held: dict[Any, Tensor] = {}
+
+    def round_one(module: Any, args: Any) -> None:
+        weight, head = module.weight.data, module is source.model.get_output_embeddings()
+        held[module] = weight.clone()
+        matrices = weight if weight.ndim == 3 else weight[None]
+        for matrix in matrices:
+            matrix.copy_(round_weight(matrix, "int8" if head else kind).dequantise(matrix.dtype))
+
+    def restore(module: Any, args: Any, output: Any) -> None:
+        module.weight.data.copy_(held.pop(module))
+
+    modules = [*source.projections.values(), source.model.get_output_embeddings()]
+    hooks = [module.register_forward_pre_hook(round_one) for module in modules]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def noise_floor(source: SourceModel, texts: Tensor) -> float:
+    """KL of the model in its arithmetic to the same weights in float32; 0 for a model in float32, NaN if that does not fit."""
+    if source.dtype == torch.float32:
+        return 0.0
+    parameters = list(source.model.parameters())
+    needed = sum(parameter.numel() for parameter in parameters) * 2
+    if source.config.per_layer_size or any(one.is_meta for one in parameters):
+        return math.nan
+    if source.device.type == "cuda" and needed > 0.9 * torch.cuda.mem_get_info(source.device)[0]:
+        return math.nan
+    texts = texts[: max(1, _FLOOR_TOKENS // texts.shape[1])]
+    own = [dense_logits(source, ids).cpu() for ids in texts]
+    dtypes = [parameter.dtype for parameter in parameters]
+    try:
+        for parameter in parameters:  # exact, and back again
+            parameter.data = parameter.data.float()
+        exact = [dense_logits(source, ids).cpu() for ids in texts]
+    finally:
+        for parameter, dtype in zip(parameters, dtypes, strict=True):
+            parameter.data = parameter.data.to(dtype)
+    start = sparse_from("all", texts.shape[1])
+    parts = (
+        token_figures(p[start:], q[start:], next_tokens(ids)[start:])
+        for ids, p, q in zip(texts, exact, own, strict=True)
+    )
+    return float(torch.cat([*parts])[:, 0].mean())
+
+
+def estimate(part: Measured, default_part: Measured, default: Measured) -> Measured:
+    """Figures of all tokens from those of a part, by the ratio of the default level's figures on all and on the part."""
+
+    def ratio(of: Callable[[Measured], float]) -> float:
+        whole, some = of(default), of(default_part)
+        return whole / some if some > 0 and math.isfinite(whole / some) else 1.0
+
+    relative = default.kl_stderr / default.kl if default.kl > 0 else 0.0
+    kl, misses = ratio(lambda one: one.kl), ratio(lambda one: 1 - one.top1_agreement)
+    perplexity = ratio(lambda one: one.dense_perplexity)
+    return replace(
+        part,
+        kl=part.kl * kl,
+        kl_stderr=max(part.kl_stderr, part.kl * relative) * kl,  # the first alone is of few sequences
+        top1_agreement=max(0.0, 1 - (1 - part.top1_agreement) * misses),
+        dense_perplexity=default.dense_perplexity,
+        perplexity=part.perplexity * perplexity,
+        perplexity_stderr=part.perplexity_stderr * perplexity,
+    )
+
+
+def quality_table(
+    text: str, floor: float, default: Measured, pairs: Mapping[tuple[str, float], Measured]
+) -> QualityTable | None:
+    """The table by weight type and level; None if a figure is not finite."""
+    rows = []
+    order = list(WEIGHT_TYPES)
+    for (weights, sparsity), found in sorted(pairs.items(), key=lambda pair: (order.index(pair[0][0]), pair[0][1])):
+        errors = [value if math.isfinite(value) else None for value in (found.kl_stderr, found.perplexity_stderr)]
+        rows.append(
+            QualityRow(
+                weights,
+                sparsity,
+                found.num_tokens,
+                found.kl,
+                errors[0],
+                found.top1_agreement,
+                found.perplexity,
+                errors[1],
+            )
+        )
+    figures = [default.dense_perplexity, *(value for row in rows for value in (row.kl, row.perplexity))]
+    if not all(map(math.isfinite, figures)):
+        return None
+    return QualityTable(
+        text, default.num_tokens, default.dense_perplexity, None if math.isnan(floor) else floor, tuple(rows)
+    )
+
+
+def unmasked(tokens: int, perplexity: float) -> Measured:
+    """The reference against itself."""
+    return Measured(tokens, 0.0, perplexity, perplexity, 1.0, 0.0, 0.0, 0.0)

@@ -17,12 +17,23 @@ from wisparse.formats.manifest import QualityTable
 
 from .calibration import CalibrationTokens, load_calibration
 from .calibration_state import CalibrationState
-from .evaluation import Measured, Quality, evaluate_text, evaluate_together
+from .evaluation import (
+    Measured,
+    Quality,
+    can_round,
+    dense_logits,
+    estimate,
+    evaluate_text,
+    evaluate_together,
+    noise_floor,
+    quality_table,
+    rounded,
+    rounded_weights,
+    unmasked,
+)
 from .experts import weights_read
-from .logits_cache import rounded
 from .masking import MaskedModel
 from .processes import SILENT, Progress
-from .quality_table import can_round, dense_logits, estimate, noise_floor, quality_table, rounded_weights, unmasked
 from .search.allocation import MAX_SPARSITY
 from .search.search import SearchResult, SparsityLevels
 from .source import SourceModel

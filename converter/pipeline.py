@@ -39,14 +39,13 @@ from .calibration import CalibrationTokens, load_calibration, write_calibration
 from .checks import end_turns, require_centred_weights, require_finite_logits, warn_of_absurd_perplexity
 from .cpu_kernels import start_compiling, wait_for_compilers
 from .equalization import equalize
-from .estimate import conversion_seconds
+from .evaluation import reference_logits
 from .gguf_source import gguf_weights, open_checkpoint, open_source
 from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
 from .planes import plane_ratios, read_in_planes
-from .preflight import Plan, preflight
+from .preflight import Plan, conversion_seconds, preflight
 from .processes import Processes, Progress, joined
-from .quality_table import reference_logits
 from .report import Report
 from .rotation import rotate
 from .search.allocation import mean_sparsity

@@ -1,10 +1,12 @@
-"""Validated reading of the fields of a ``config.json``."""
+"""Validated reading of the fields of a ``config.json``, and of its rotary embedding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from .architectures import Architecture
 from .errors import UnsupportedModelError
 
 # Far above any model: bounds memory for a hostile config before the tensors are validated.
@@ -49,3 +51,80 @@ def read_count(config: Mapping[str, Any], key: str | None) -> int:
     value = 0 if key is None or config.get(key) is None else config[key]
     require(type(value) is int and 0 <= value <= LARGEST_DIMENSION, str(key), "0 or a positive integer", value)
     return int(value)
+
+
+# By rope type: required parameters and optional ones, which may be missing or null. All must be positive.
+_ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": ((), ("alpha",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "longrope": (("original_max_position_embeddings", "max_position_embeddings"), ("factor", "attention_factor")),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+    ),
+    "proportional": ((), ("factor",)),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    theta: float
+    rope_type: str
+    rotary_dim: int  # number of rotated dimensions of a head, from the first
+    parameters: Mapping[str, Any]  # of a scaled ``rope_type``, by Hugging Face's keys
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
+
+
+def require_rope_type(found: Any) -> str:
+    known = isinstance(found, str) and found in _ROPE_NUMBERS
+    require(known, "rotary scaling", f"one of {', '.join(_ROPE_NUMBERS)}", found)
+    return str(found)
+
+
+def read_rope(config: Mapping[str, Any], given: Any, head_dim: int, arch: Architecture) -> RopeConfig:
+    """``given``: the parameters of one rotary embedding of heads of ``head_dim``."""
+    require(isinstance(given, Mapping), "rope_parameters", "an object", given)
+    parameters, rope_type = dict(given), require_rope_type(given.get("rope_type"))
+
+    def positive(key: str) -> float:
+        return number(parameters, f"rope_parameters.{key}", 1e-300, 1e30)
+
+    theta = positive("rope_theta")
+    parameters.setdefault("partial_rotary_factor", 1.0)
+    partial = parameters["partial_rotary_factor"] = min(positive("partial_rotary_factor"), 1.0)
+    if partial < 1 and not arch.partial and rope_type != "proportional":
+        key = "rope_parameters.partial_rotary_factor"
+        require(rope_type == "default", key, "1 beside scaled positions in this family", partial)
+        partial = parameters["partial_rotary_factor"] = 1.0  # as transformers, which does not read it there
+    # Proportional: all dimensions form pairs; those beyond the factor have frequency 0.
+    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
+    even = rotary_dim >= 2 and rotary_dim % 2 == 0
+    require(even, "rotary embedding", "an even number of dimensions", rotary_dim)
+    # As in transformers, the config's own number comes first.
+    maximum = config.get("max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    parameters["original_max_position_embeddings"] = original or maximum
+    parameters.setdefault("max_position_embeddings", maximum)
+    if rope_type == "yarn" and parameters.get("factor") is None:
+        parameters["factor"] = positive("max_position_embeddings") / positive("original_max_position_embeddings")
+    required, optional = _ROPE_NUMBERS[rope_type]
+    for key in (*required, *optional):
+        if key in required or parameters.get(key) is not None:
+            positive(key)
+    if rope_type == "llama3":
+        low, high = (parameters[f"{key}_freq_factor"] for key in ("low", "high"))
+        require(low != high, "rope_parameters.low_freq_factor", "another number than high_freq_factor", low)
+    if rope_type == "dynamic":
+        require(rotary_dim >= 4, "rotary embedding", "4 dimensions or more for dynamic scaling", rotary_dim)
+    if rope_type == "yarn":
+        truncate = parameters.get("truncate", True)
+        require(isinstance(truncate, bool), "rope_parameters.truncate", "true or false", truncate)
+    if rope_type == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        require(original >= 2, "original_max_position_embeddings", "more than 1", original)
+        for key in ("short_factor", "long_factor"):
+            for value in listed(parameters, f"rope_parameters.{key}", rotary_dim // 2, "numbers"):
+                number({key: value}, f"rope_parameters.{key}", 1e-300, 1e30)
+    return RopeConfig(theta, rope_type, rotary_dim, parameters, arch.interleaved)

@@ -19,9 +19,18 @@ from .architectures import (
     Power,
     why_refused,
 )
-from .config_fields import LARGEST_DIMENSION, dimension, listed, number, read_count, require, switch
+from .config_fields import (
+    LARGEST_DIMENSION,
+    RopeConfig,
+    dimension,
+    listed,
+    number,
+    read_count,
+    read_rope,
+    require,
+    switch,
+)
 from .errors import UnsupportedModelError
-from .rope_config import RopeConfig, read_rope
 
 LM_HEAD = "lm_head.weight"
 LARGEST_NUM_BLOCKS = 10_000

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from wisparse import BundleError, load
 from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.evaluation import Measured, evaluate_text, evaluate_together
+from wisparse.converter.evaluation import (
+    Measured,
+    dense_logits,
+    estimate,
+    evaluate_text,
+    evaluate_together,
+    reference_logits,
+    rounded_weights,
+)
 from wisparse.converter.measurement import MaskedLogits, measure
-from wisparse.converter.quality_table import dense_logits, estimate, reference_logits, rounded_weights
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.bundle import Bundle

@@ -15,9 +15,8 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wisparse.converter.divergence import divergence, token_figures
-from wisparse.converter.evaluation import evaluate_text
-from wisparse.converter.logits_cache import LogitsCache, rounded
+from wisparse.converter.divergence import LogitsCache, divergence
+from wisparse.converter.evaluation import evaluate_text, rounded, token_figures
 
 Run = Callable[..., tuple[int, str, str]]
 

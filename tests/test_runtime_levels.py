@@ -16,7 +16,7 @@ from wisparse.cli import cli
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.generation import levels as levels_module
+from wisparse.runtime.generation import scheduler as levels_module
 from wisparse.runtime.generation.engine import Engine, EngineState
 from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request

@@ -15,7 +15,7 @@ import pytest
 from served import NAME, TEMPLATE, Running, hold, with_template
 
 import wisparse
-from wisparse.runtime.generation.delivery import Delivery
+from wisparse.runtime.generation.engine import Delivery
 from wisparse.runtime.model import Model
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -282,7 +282,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float, together: int, short: bool,
 ) -> None:  # fmt: skip
     """Whatever sparsity levels the others name, and if memory is ``short``; first tokens come in order."""
-    monkeypatch.setattr("wisparse.runtime.generation.levels.TURN_SECONDS", turn)
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
     bundle = bundles[variant]
     if (variant, max_batch, short) not in decoders:
         more = (monkeypatch,) if short else ()

@@ -13,7 +13,7 @@ import click
 import torch
 
 from wisparse.converter.config import full_config
-from wisparse.converter.estimate import bundle_bytes, conversion_seconds, working_bytes
+from wisparse.converter.preflight import bundle_bytes, conversion_seconds, working_bytes
 from wisparse.converter.processes import Progress
 from wisparse.converter.report import answers_changed
 from wisparse.converter.settings import USUAL, USUAL_DEFAULT, ConvertSettings, auto_seq_len

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from wisparse.converter.calibration import CalibrationTokens, load_calibration
-from wisparse.converter.divergence import Divergence, divergence, token_figures
+from wisparse.converter.divergence import Divergence, LogitsCache, divergence
+from wisparse.converter.evaluation import dense_logits, next_tokens, rounded, token_figures
 from wisparse.converter.gguf_source import gguf_weights, open_checkpoint, open_source
-from wisparse.converter.logits_cache import LogitsCache, rounded
 from wisparse.converter.processes import Progress
 from wisparse.converter.report import note_on
 from wisparse.converter.source import SourceModel, choose_dtype, load_source, weight_digests
@@ -127,7 +127,7 @@ def compare(
     def reference_logits(ids: Tensor) -> Tensor:
         found = cache.read(ids) if keeps else None
         if found is None:
-            found = rounded(forward(dense_reference())(ids))
+            found = rounded(dense_logits(dense_reference(), ids))
             if keeps:
                 cache.write(ids, found)
         return found
@@ -146,15 +146,6 @@ def compare(
     return tokens, results
 
 
-def forward(source: SourceModel) -> Forward:
-    @torch.inference_mode()
-    def logits(ids: Tensor) -> Tensor:
-        output: Tensor = source.model(input_ids=ids.to(source.device)[None], use_cache=False).logits[0]
-        return output
-
-    return logits
-
-
 @contextmanager
 def running(
     place: Place, prefill: str, seq_len: int, device: torch.device, options: Mapping[str, Any]
@@ -162,7 +153,10 @@ def running(
     """A model's logits of a sequence, and how it runs: a bundle in the runtime with ``options``, others in transformers."""
     if not place.is_bundle:
         dtype = _transformers_dtype(place, device, options)
-        yield forward(place.dense(dtype, device)), f"transformers on {device}, {str(dtype).removeprefix('torch.')}"
+        yield (
+            partial(dense_logits, place.dense(dtype, device)),
+            f"transformers on {device}, {str(dtype).removeprefix('torch.')}",
+        )
         return
     from wisparse.runtime.backends import load
 
@@ -188,8 +182,7 @@ def _diverge(reference: Forward, logits: Forward, texts: Tensor, progress: Progr
     figures = []
     with progress.stage(what, len(texts)) as stage:
         for ids in texts:
-            labels = torch.cat((ids[1:], ids.new_full((1,), -1)))
-            figures.append(token_figures(reference(ids), logits(ids), labels))
+            figures.append(token_figures(reference(ids), logits(ids), next_tokens(ids)))
             for column, whose in ((2, "the reference's"), (0, "the model's")):
                 if wrong := int(figures[-1][:, column].isnan().sum()):
                     found = f"found NaN or infinity at {wrong} of {len(ids)} tokens"
@@ -210,7 +203,7 @@ def _floor(
     with running(place, "dense", texts.shape[1], device, plain) as (logits, _):
         kept = [rounded(logits(ids)) for ids in texts]
     known = {ids.numpy().tobytes(): one for ids, one in zip(texts, kept, strict=True)}
-    exact = forward(place.dense(torch.float32, device))
+    exact = partial(dense_logits, place.dense(torch.float32, device))
     return _diverge(exact, lambda ids: known[ids.numpy().tobytes()], texts, progress, what)
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from wisparse.formats.config_fields import RopeConfig
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:

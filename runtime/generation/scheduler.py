@@ -1,4 +1,4 @@
-"""The scheduler: which requests have the decoder's slots and cache pages, and what the next step runs."""
+"""The scheduler: which requests have the decoder's slots and cache pages, which sparsity level is decoded, and what the next step runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -17,11 +17,48 @@ from wisparse.formats.errors import UsageError, WisparseError
 
 from ..decoding.decoder import Decoder, check_prompt
 from ..decoding.rotary import switch_length
-from .levels import Levels
 from .logits import LogitsProcessor
 from .prefixes import PrefixCache, SavedPrompt
 from .request import Request
 from .speculation import DraftCounts, SpeculativeConfig
+
+# Longest time of decoding one level while requests of another level wait.
+TURN_SECONDS = 0.25
+
+
+class Levels:
+    """``default``: the level of requests that name none; ``current``: that of the decoder's masks, None after a failure."""
+
+    def __init__(self, decoder: Decoder, bundle: Bundle | None) -> None:
+        self._decoder, self._bundle = decoder, bundle
+        self.default = self.current = None if bundle is None else bundle.sparsity
+        self._turn: float | None = None  # the level whose turn it is
+        self._began: dict[float | None, float] = {}  # by level, when its last turn began
+
+    def resolve(self, sparsity: float | None) -> float | None:
+        """The level of a request; UsageError if the bundle does not have it."""
+        return self.default if sparsity is None or self._bundle is None else self._bundle.at(sparsity).sparsity
+
+    def use(self, sparsity: float | None) -> None:
+        """Set the decoder's masks to a level's. The slots are unchanged."""
+        if sparsity != self.current:
+            assert self._bundle is not None
+            assert sparsity is not None
+            self.current = None
+            self._decoder.set_masks(self._bundle.at(sparsity).masks)
+            self.current = sparsity
+
+    def of_step(self, levels: Collection[float | None], *, all_levels: bool) -> list[float | None]:
+        """Those of ``levels`` to decode in this step: the one whose turn it is, or all of them."""
+        if all_levels or not levels:
+            return sorted(levels, key=lambda level: level != self.current)  # the current masks' level first
+        now = time.perf_counter()
+        expired = len(levels) > 1 and now - self._began.get(self._turn, 0.0) >= TURN_SECONDS
+        if self._turn not in levels or expired:
+            self._turn = min(levels, key=lambda level: self._began.get(level, 0.0))
+            self._began[self._turn] = now
+        return [self._turn]
+
 
 log = logging.getLogger(__name__)
 
