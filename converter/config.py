@@ -27,10 +27,8 @@ _NO_CLAMP = 1e-30  # its logarithm is taken
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 # The release of transformers from which a family can be converted, if it is later than the lower bound: before it lacks the
 # family, or its text model (muse_glimmer_text), or computes other logits (granitemoehybrid).
-_SINCE = {
-    "flint": "5.21", "granitemoehybrid": "5.23", "internlm3": "5.23", "iquestcoder": "5.23", "muse_glimmer_text": "5.24",
-    "sarvam_mla": "5.24",
-}  # fmt: skip
+_SINCE = {"flint": "5.21", **dict.fromkeys(("granitemoehybrid", "internlm3", "iquestcoder"), "5.23")}
+_SINCE |= dict.fromkeys(("muse_glimmer_text", "sarvam_mla"), "5.24")
 
 # Dimensions that every family states. Configuration classes make lists of the number of layers.
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")

@@ -147,14 +147,17 @@ def drafting_level(bundle: Bundle, config: SpeculativeConfig, weights: str) -> t
 
 # Names in transformers, vLLM and llama.cpp of arguments of `load`, for the error message.
 _OTHER_NAMES = {
-    **dict.fromkeys(("device_map", "tensor_parallel_size"), "device"), "torch_dtype": "dtype",
+    "torch_dtype": "dtype",
+    "cache_dtype": "kv_cache_dtype",
+    "attn_implementation": "backend",
+    "ctx_checkpoints": "state_checkpoints",
+    **dict.fromkeys(("device_map", "tensor_parallel_size"), "device"),
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), "weights"),
     **dict.fromkeys(("max_model_len", "n_ctx", "max_length", "context_length"), "max_seq_len"),
     **dict.fromkeys(("max_num_seqs", "batch_size"), "max_batch"),
     **dict.fromkeys(("gpu_memory_utilization", "kv_cache_size"), "kv_cache_memory_bytes"),
     **dict.fromkeys(("speculative_config", "speculative_model", "assistant_model"), "speculative"),
-    "ctx_checkpoints": "state_checkpoints", "attn_implementation": "backend", "cache_dtype": "kv_cache_dtype",
-}  # fmt: skip
+}
 
 
 def load(

@@ -59,10 +59,9 @@ class _Verbs(click.Group):
             argument, colon, rest = str(error).partition(":")
             parameters = load_verb(str(ctx.invoked_subcommand)).params
             options = {one.name: max(one.opts, key=len) for one in parameters if isinstance(one, click.Option)}
-            option = {"speculative": "speculative_config"}.get(argument, argument)
-            if not colon or option not in options:
+            if not colon or argument not in options:
                 raise
-            raise type(error)(f"{options[option]}:{rest}") from error
+            raise type(error)(f"{options[argument]}:{rest}") from error
 
 
 def load_verb(name: str) -> click.Command:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,13 +93,14 @@ class JsonObject(click.ParamType):
         return parse_json(guard.text(name, value).encode(), name, UsageError)
 
 
-class Speculative(click.ParamType):
-    """JSON or ``auto``, unchanged, or ``off``, which becomes None."""
+class OrWord(click.ParamType):
+    """A value of another type, or one of some words, which become other values."""
 
-    name = "json"
+    def __init__(self, name: str, inner: click.ParamType, words: Mapping[str, Any]) -> None:
+        self.name, self._inner, self._words = name, inner, words
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | None:
-        return None if value == "off" else value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._words[value] if value in self._words else self._inner.convert(value, param, ctx)
 
 
 FOLDER = FOLDER_OR_ID = _Place("dir")
@@ -118,8 +119,9 @@ def stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
-def option_table(*table: tuple[str, Any, Any, str], show_default: bool = True) -> Callable[[_F], _F]:
-    options = (click.option(n, type=t, default=d, show_default=show_default, help=text) for n, t, d, text in table)
+def option_table(*table: tuple[str, Any, Any, str]) -> Callable[[_F], _F]:
+    """Options by name, with the parameter's name behind it if it is another one, type, default and help text."""
+    options = (click.option(*n.split(), type=t, default=d, show_default=True, help=text) for n, t, d, text in table)
     return stacked(*options)
 
 
@@ -151,18 +153,8 @@ _MAX_KL = (
 )
 
 
-class MaxKl(click.ParamType):
-    """A KL, ``auto`` or ``off``, which becomes None."""
-
-    name = "kl"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in ("auto", "off", None):
-            return None if value == "off" else value
-        return click.FloatRange(min=0, max=1e9).convert(value, param, ctx)
-
-
-max_kl_option = option_table(("--max-kl", MaxKl(), "auto", _MAX_KL))
+_KL = OrWord("kl", click.FloatRange(0, 1e9), {"auto": "auto", "off": None})
+max_kl_option = option_table(("--max-kl", _KL, "auto", _MAX_KL))
 
 # Where and how a bundle runs.
 device_options = stacked(
@@ -195,7 +187,8 @@ _SPECULATIVE = (
 
 
 def speculative_option(default: str) -> Callable[[_F], _F]:
-    return option_table(("--speculative-config", Speculative(), default, _SPECULATIVE))
+    kind = OrWord("json", click.STRING, {"off": None})
+    return option_table(("--speculative-config speculative", kind, default, _SPECULATIVE))
 
 
 sampling_options = stacked(
@@ -256,8 +249,7 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
     from wisparse.runtime.generation.request import GenerationSettings
 
     loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype", "max_kl")
-    load_options = {name: options.pop(name) for name in loading}
-    load_options["speculative"] = options.pop("speculative_config")
+    load_options = {name: options.pop(name) for name in (*loading, "speculative")}
     GenerationSettings(**{name: value for name, value in options.items() if value is not None})
     return load(opened, max_batch=max_batch, **load_options)
 

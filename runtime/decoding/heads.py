@@ -120,11 +120,8 @@ class MtpFiles:
             linears[role] = [partial(_dense, one) for one in group] if routed else torch.cat(group)
         norms = {name: one.factors.to(dtype) for name, one in spec.items() if isinstance(one, Norm)}
         block = Block[Any](**spec | {name: FusedNorm(one, eps, offset=False) for name, one in norms.items()}, **linears)
-        tensors = {
-            "model_norm": norm("model.norm.weight"), "embedding_norm": norm(f"{MTP}pre_fc_norm_embedding.weight"),
-            "hidden_norm": norm(f"{MTP}pre_fc_norm_hidden.weight"), "fc": read("fc.weight"),
-            "norm": norm(f"{MTP}norm.weight"),
-        }  # fmt: skip
+        tensors = {f"{part}_norm": norm(f"{MTP}pre_fc_norm_{part}.weight") for part in ("embedding", "hidden")}
+        tensors |= {"model_norm": norm("model.norm.weight"), "norm": norm(f"{MTP}norm.weight"), "fc": read("fc.weight")}
         return HeadWeights(config, self.taps, block, tensors)
 
 
@@ -184,10 +181,8 @@ class HeadFiles:
         require(valid and len(taps) == 3, "eagle_aux_hidden_state_layer_ids", f"three of {blocks} blocks", taps)
 
         rotated = bundle.recipe.rotation is not None and bundle.recipe.rotation.kind != "heads"
-        require(
-            not rotated or bundle.rotation is not None, "bundle", "the rotation, which turns what the head reads back",
-            "none", ": convert the model again, or with --rotation none",
-        )  # fmt: skip
+        turns, advice = "the rotation, which turns what the head reads back", "convert the model again, or with"
+        require(not rotated or bundle.rotation is not None, "bundle", turns, "none", f": {advice} --rotation none")
         weight_map, files, _ = open_files(source.folder, False, error)
         stored = {
             key.removeprefix("model.").replace("layers.0.", "midlayer.", 1): (file, key)
@@ -252,16 +247,13 @@ class HeadFiles:
         elif rotation is not None:  # the model's embedding: fold its norm into qkv before the rotation
             qkv = torch.cat(((qkv[:, :width] * embedding_norm) @ rotation, qkv[:, width:]), dim=1)
             embedding_norm = torch.ones_like(embedding_norm)
-        linears = {
-            "qkv": qkv, "o": read("midlayer.self_attn.o_proj"), "down": read("midlayer.mlp.down_proj"),
-            "gate_up": torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")]),
-        }  # fmt: skip
+        gate_up = torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")])
+        linears = {"qkv": qkv, "o": read("midlayer.self_attn.o_proj"), "gate_up": gate_up}
+        linears["down"] = read("midlayer.mlp.down_proj")
         norms = {"mlp_input": read("midlayer.post_attention_layernorm").to(dtype)}
         block = llama_block(self.config, norms, {name: one.to(dtype) for name, one in linears.items()})
-        tensors = {
-            "fc": fc, "embedding_norm": embedding_norm, "hidden_norm": read("midlayer.hidden_norm"),
-            "norm": read("norm"), "output": read("lm_head"),
-        }  # fmt: skip
+        tensors = {"fc": fc, "embedding_norm": embedding_norm, "hidden_norm": read("midlayer.hidden_norm")}
+        tensors |= {"norm": read("norm"), "output": read("lm_head")}
         ids = torch.arange(self.draft_vocab) + (self.read("d2t") if self.has("d2t") else 0)
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
             raise UnsupportedModelError(f"{self.name}: d2t: expected ids below {self.config.vocab_size}, found others")
@@ -294,10 +286,9 @@ class _Pairs(Positions):
         # Grouped-query attention: the query heads of a key head become further query positions.
         q = q.view(heads, rows, count, width).transpose(0, 1).reshape(rows, kv_heads, -1, width)
         mask = torch.arange(self.context, device=q.device) <= self.positions[:, None, :, None]
-        attended = functional.scaled_dot_product_attention(
-            q, keys[self.slots, :, : self.context], values[self.slots, :, : self.context],
-            attn_mask=mask.repeat(1, 1, heads // kv_heads, 1), scale=config.attention_scale,
-        )  # fmt: skip
+        keys, values = (stored[self.slots, :, : self.context] for stored in (keys, values))
+        mask, scale = mask.repeat(1, 1, heads // kv_heads, 1), config.attention_scale
+        attended = functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
         return attended.view(rows, heads, count, width).transpose(0, 1).reshape(heads, -1, width)
 
 

@@ -95,18 +95,10 @@ class PromptFile:
                 guard.number("sparsity", sparsity, 0, 1, "a level")
             ends = {int(name.split(".")[1]) for name in file.entries if name.startswith("state.")}
             states = dict.fromkeys(ends, ())
-            sparse_from, long_factors = (
-                guard.integer("sparse_from", facts["sparse_from"], 0),
-                bool(facts["long_factors"]),
-            )
-            found = cls(
-                file, checksums, conversation, CachedPrefix((), sparse_from, sparsity, long_factors, -1, states)
-            )
-            if (
-                (entry := file.entries["tokens"]).code != "I64"
-                or len(entry.shape) != 1
-                or entry.shape[0] > _MOST_TOKENS
-            ):
+            sparse_from, entry = guard.integer("sparse_from", facts["sparse_from"], 0), file.entries["tokens"]
+            prefix = CachedPrefix((), sparse_from, sparsity, bool(facts["long_factors"]), -1, states)
+            found = cls(file, checksums, conversation, prefix)
+            if entry.code != "I64" or len(entry.shape) != 1 or entry.shape[0] > _MOST_TOKENS:
                 raise ValueError("expected tokens (T,) int64")
             found.prefix.tokens = found._read("tokens").tolist()
         except (KeyError, ValueError, UsageError) as error:
@@ -158,11 +150,9 @@ def save(
     for end, states in prefix.states.items():
         views |= _state_tensors(end, dict(zip(cache.recurrent, states, strict=True)))
     parts = {name: part.cpu().contiguous().flatten().view(torch.uint8).numpy().data for name, part in views.items()}
-    facts = {
-        "crc32": {name: zlib.crc32(part) for name, part in parts.items()}, "conversation": conversation or {},
-        "sparse_from": prefix.sparse_from, "sparsity": prefix.sparsity, "long_factors": prefix.long_factors,
-    }  # fmt: skip
-    prompt = json.dumps(facts)
+    facts = {name: getattr(prefix, name) for name in ("sparse_from", "sparsity", "long_factors")}
+    checksums = {name: zlib.crc32(part) for name, part in parts.items()}
+    prompt = json.dumps({"crc32": checksums, "conversation": conversation or {}, **facts})
     checksum = str(zlib.crc32(prompt.encode()))
     metadata = {"format": _FORMAT, "fingerprint": digest, "prompt": prompt, "crc32": checksum}
     shapes = {name: (part.dtype, tuple(part.shape)) for name, part in views.items()}

@@ -46,10 +46,10 @@ class TorchDecoder(Decoder):
             blocks.append(Block(**read_spec(config, index, stored, dtype), **linears))
         self._per_layer = PerLayer.read(config, read_tensor, stored)
         self._norm = Norm(read_tensor(f"{config.architecture.final_norm}.weight"), *config.norm("final"))
+        slots = self.max_batch, self.max_seq_len
         self._cache = cache or KVCache(
-            config, self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, self._state_buffers,
-            pages=self._pages,
-        )  # fmt: skip
+            config, *slots, device, dtype, self.kv_cache_dtype, self._state_buffers, pages=self._pages
+        )
         self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:

@@ -47,7 +47,7 @@ _BASELINE = "Also time the dense model in transformers under torch.compile, with
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
     bundle: str, prompt_length: int, max_new_tokens: int, batch: int, runs: int, kernels: bool, explain: bool,
-    all_weights: bool, baseline: str | None, tune: bool, speculative_config: str | None, save: bool, verbose: bool,
+    all_weights: bool, baseline: str | None, tune: bool, speculative: str | None, save: bool, verbose: bool,
     as_json: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Time decoding with BUNDLE, a folder or a Hub id, sparse and dense: same weights, same back end, masks on and off.
@@ -86,7 +86,7 @@ def command(
         from ..compiled import require_compiler, time_compiled
 
         require_compiler(choose_device(loading["device"]))
-    model = load(opened, max_batch=batch, speculative=speculative_config, max_kl=asked, **loading)
+    model = load(opened, max_batch=batch, speculative=speculative, max_kl=asked, **loading)
     choice = model.choice
     loading["weights"] = choice.pair.weights if choice is not None else loading["weights"] or "native"
     if choice is not None:
@@ -97,7 +97,7 @@ def command(
 
         tune_tiles(model.decoder, batch=batch)
         model.close()
-        model = load(opened, max_batch=batch, speculative=speculative_config, **loading)
+        model = load(opened, max_batch=batch, speculative=speculative, **loading)
     if explain and choice is not None:
         click.echo(str(choice), err=as_json)
     if explain and (choice is None or model.decoder.device.type == "cuda"):

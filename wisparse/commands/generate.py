@@ -37,10 +37,9 @@ class Batch:
                 continue
             record = parse_json(line.encode(), f"--input: line {number}", UsageError)
             prompt, messages = record.get("prompt"), record.get("messages")
-            is_conversation = isinstance(messages, list) and messages and all(
-                isinstance(each, dict) and isinstance(each.get("role"), str) and {"content", "tool_calls"} & each.keys()
-                for each in messages
-            )  # fmt: skip
+            turns = messages if isinstance(messages, list) else []
+            said = [one for one in turns if isinstance(one, dict) and {"content", "tool_calls"} & one.keys()]
+            is_conversation = len(said) == len(turns) > 0 and all(isinstance(one.get("role"), str) for one in said)
             if not (isinstance(prompt, str) and messages is None) and not (prompt is None and is_conversation):
                 wanted = "a text as prompt, or a list of messages with role and content"
                 raise UsageError(f"--input: line {number}: expected {wanted}")

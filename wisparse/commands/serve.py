@@ -73,10 +73,9 @@ _KEY_FILE = f"File with the API key that clients have to send.  [default: the va
 @shared.template_option
 @shared.loading_options
 def command(
-    bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
-    state_checkpoints: int | None, prompt_cache: str | None, prompt_cache_bytes: int, max_queue: int, api_key_file: str | None,
-    hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, chat_template: str | None, verbose: bool,
-    **loading: Any,
+    bundle: str, host: str, port: int, alias: str | None, prompt_cache: str | None, prompt_cache_bytes: int,
+    max_queue: int, api_key_file: str | None, hosts: tuple[str, ...], cors: tuple[str, ...], chat_template: str | None,
+    verbose: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, over HTTP, with OpenAI's and Anthropic's APIs.
 
@@ -108,10 +107,7 @@ def command(
 
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        sizes: dict[str, Any] = {
-            "max_batch": max_batch, "kv_cache_memory_bytes": kv_cache_memory_bytes, "state_checkpoints": state_checkpoints,
-        }  # fmt: skip
-        model = load(opened, speculative=speculative_config, **sizes, **loading)
+        model = load(opened, **loading)
         if chat_template is not None:
             model.tokenizer.select_template(chat_template)
         prompts = None
