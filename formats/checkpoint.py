@@ -127,6 +127,9 @@ class Checkpoint:
             weight_map, files, notes = open_files(folder, is_bundle, error)
         else:
             weight_map, files, notes = dict.fromkeys(weights.entries, weights.name), {weights.name: weights}, []
+        mlx = any(file.metadata.get("format") == "mlx" for file in files.values())
+        written = "; MLX stores convolutions and experts in its own way: convert the model that it was made from"
+        origin = written if mlx else ""
         # Name in the text model -> stored name.
         stored: dict[str, str] = {}
         for name in weight_map:
@@ -214,7 +217,7 @@ class Checkpoint:
             ]
             # A weight is quantised by the config but not in the files, or the reverse.
             mismatch = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
-            hint = "; quantization_config does not say what the files hold" if mismatch else ""
+            hint = "; quantization_config does not say what the files hold" if mismatch else origin
             if "embed_tokens.weight" in stored or not _OF_DECODERS.search(str(stored_config.get("architectures"))):
                 hint += "; an embedding, reward or classification model writes no text: give the causal LM"
             kind = config.architecture.class_name
@@ -238,7 +241,7 @@ class Checkpoint:
                 )
             if entry.code not in part.codes:
                 raise error(f"{name}: expected {' or '.join(part.codes)}, found {entry.code}; see quantization_config")
-            _require_shape(name, part.shapes, entry, error)
+            _require_shape(name, part.shapes, entry, error, origin)
             info = TensorInfo(name, file, whole, entry.shape, entry.code)
             first = 0 if place is None else place.each * place.expert + place.index
             tensors[name] = replace(info, offset=first * info.nbytes)
@@ -498,10 +501,12 @@ class Checkpoint:
             raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
 
 
-def _require_shape(name: str, shapes: Iterable[tuple[int, ...]], entry: Entry, error: type[WisparseError]) -> None:
+def _require_shape(
+    name: str, shapes: Iterable[tuple[int, ...]], entry: Entry, error: type[WisparseError], hint: str = ""
+) -> None:
     if entry.shape not in shapes:
         known = " or ".join(map(str, shapes))
-        raise error(f"{name}: expected shape {known}, found {entry.shape}; config.json and weights do not fit")
+        raise error(f"{name}: expected shape {known}, found {entry.shape}; config.json and weights do not fit{hint}")
 
 
 def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:

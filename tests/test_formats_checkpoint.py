@@ -16,10 +16,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runtime_models import make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
+from wisparse.converter.config import full_config
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError
@@ -202,6 +204,21 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             Checkpoint.open(write_tiny_model(tmp_path, add={name: tensor}))
+
+
+def test_weights_in_mlx_layout(tmp_path: Path) -> None:
+    """As mlx-lm stores LFM2's convolutions, and as it names Qwen3's experts."""
+    for name, change, message in (
+        ("lfm2", lambda t: {n: w.transpose(1, 2) if w.dim() == 3 else w for n, w in t.items()}, "expected shape"),
+        ("qwen3-moe", lambda t: {n.replace("experts.", "switch_mlp."): w for n, w in t.items()}, "missing"),
+    ):
+        folder = make_checkpoint(name, tmp_path / name)
+        tensors = {n: w.contiguous() for n, w in change(load_file(folder / "model.safetensors")).items()}
+        for form, hint in (("pt", False), ("mlx", True)):
+            save_file(tensors, folder / "model.safetensors", metadata={"format": form})
+            with pytest.raises(UnsupportedModelError, match=message) as refusal:
+                Checkpoint.open(folder, complete=full_config)
+            assert ("convert the model that it was made from" in str(refusal.value)) is hint
 
 
 def test_no_weights_and_no_folder(tmp_path: Path) -> None:
