@@ -20,8 +20,8 @@ _AUTO_ROUND = ("auto-round", "intel/auto-round")
 _AUTO_ROUND_PACKINGS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round:auto_awq": None}
 _MAX_GROUPS, _MAX_NAMES, _MAX_NAME = 64, 100_000, 1000
 # Limits on regular expressions that bound their time: short names, few quantifiers, which apply to single characters or
-# sets, not to groups.
-_MAX_PATTERN, _MAX_QUANTIFIERS, _MAX_TRIALS = 200, 3, 20_000
+# sets, not to groups. A trial on a layer's name takes about 30 steps to the power of the number of quantifiers.
+_MAX_PATTERN, _MAX_QUANTIFIERS, _MAX_STEPS = 200, 3, 20_000 * 30**3
 
 
 def quantisation_method(given: Any) -> str:
@@ -160,21 +160,8 @@ def _block(given: Any, where: str) -> tuple[int, int]:
 def _matcher(key: str, given: Any, num_layers: int) -> Callable[[str], int]:
     """A function of a layer's name: 0 no match, 1 by class, 2 by pattern (``re:…``), 3 by name."""
     given = _strings(key, given)
-    patterns = [name[3:] for name in given if name.startswith("re:")]
+    compiled = _patterns(key, [name[3:] for name in given if name.startswith("re:")], num_layers)
     exact = {name for name in given if not name.startswith("re:")}
-    if len(patterns) * num_layers > _MAX_TRIALS:
-        raise _refused(f".{key}: {len(patterns)} patterns are too many to be tried on every layer")
-    compiled = []
-    for pattern in patterns:
-        # Escaped characters and those in a set are no quantifiers.
-        bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
-        quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
-        if len(pattern) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
-            raise _refused(f".{key}: a pattern too intricate to be tried: {pattern!r:.80}")
-        try:
-            compiled.append(re.compile(pattern))
-        except (re.error, OverflowError, RecursionError):
-            raise _refused(f".{key}: not a regular expression: {pattern!r:.80}") from None
 
     def match(layer: str) -> int:
         if layer in exact:
@@ -182,6 +169,27 @@ def _matcher(key: str, given: Any, num_layers: int) -> Callable[[str], int]:
         return 2 if any(pattern.match(layer) for pattern in compiled) else int("Linear" in exact)
 
     return match
+
+
+def _patterns(key: str, given: list[str], num_layers: int) -> list[re.Pattern[str]]:
+    """Regular expressions to try on the beginning of every layer's name."""
+    compiled, steps = [], 0
+    for pattern in given:
+        # An end of ".*" decides nothing.
+        short = pattern if pattern.endswith("\\.*") else pattern.removesuffix(".*")
+        # Escaped characters and those in a set are no quantifiers.
+        bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", short)
+        quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
+        if len(short) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
+            raise _refused(f".{key}: a pattern too intricate to be tried: {pattern!r:.80}")
+        steps += num_layers * 30 ** len(quantifiers)
+        if steps > _MAX_STEPS:
+            raise _refused(f".{key}: {len(given)} patterns are too many to be tried on every layer")
+        try:
+            compiled.append(re.compile(short))
+        except (re.error, OverflowError, RecursionError):
+            raise _refused(f".{key}: not a regular expression: {pattern!r:.80}") from None
+    return compiled
 
 
 def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
@@ -204,22 +212,30 @@ def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
 
 
 def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    group = _group_of_4_bits(given, ("bits",), ("group_size",))
     form = "marlin" if given.get("is_marlin_format") else given.get("checkpoint_format", "gptq")
     known, other = form in ("gptq", "gptq_v2"), ", which is packed in another way"
     require(known, f"{_KEY}.checkpoint_format", "'gptq' or 'gptq_v2'", form, other)
-    if given.get("dynamic"):
-        raise _refused(".dynamic: layers with settings of their own are not known")
-    if given.get("desc_act") is True and group is not None:
-        raise _refused(f".desc_act: {ACT_ORDER}")
-    packing = Transposed(group, zero_offset=0 if form == "gptq_v2" else 1, symmetric=given.get("sym") is True)
-    layers = [layer for layer in layers if layer != _HEAD or given.get("lm_head") is True]
     only: Any = given.get("modules_in_block_to_quantize")
-    if only is None:
-        return dict.fromkeys(layers, packing)
-    require(isinstance(only, list), f"{_KEY}.modules_in_block_to_quantize", "a list", only)
-    named = _strings("modules_in_block_to_quantize", [x for one in only for x in (one if type(one) is list else [one])])
-    return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
+    named = ("",)
+    if only is not None:
+        require(isinstance(only, list), f"{_KEY}.modules_in_block_to_quantize", "a list", only)
+        flat = [x for one in only for x in (one if type(one) is list else [one])]
+        named = tuple(f".{name}" for name in _strings("modules_in_block_to_quantize", flat))
+    # Rules by pattern, "-:" for layers that stay unquantized; the first that matches applies.
+    rules = _objects("dynamic", given)
+    patterns = _patterns("dynamic", [rule.removeprefix("-:").removeprefix("+:") for rule in rules], len(layers))
+    found: dict[str, Packing] = {}
+    for layer in layers:
+        rule = next((rule for pattern, rule in zip(patterns, rules, strict=True) if pattern.match(layer)), "")
+        if rule.startswith("-:") or not layer.endswith(named) or (layer == _HEAD and given.get("lm_head") is not True):
+            continue
+        settings = {**given, **rules.get(rule, {})}
+        group = _group_of_4_bits(settings, ("bits",), ("group_size",))
+        if settings.get("desc_act") is True and group is not None:
+            raise _refused(f".desc_act: {ACT_ORDER}")
+        offset, symmetric = 0 if form == "gptq_v2" else 1, settings.get("sym") is True
+        found[layer] = Transposed(group, zero_offset=offset, symmetric=symmetric)
+    return found
 
 
 def _auto_round(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
@@ -231,17 +247,21 @@ def _auto_round(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
     offset = _AUTO_ROUND_PACKINGS[form]
     blocks = given.get("block_name_to_quantize") or given.get("to_quant_block_names") or ["model.layers"]
     blocks = _strings("block_name_to_quantize", blocks.split(",") if isinstance(blocks, str) else blocks)
-    own: Any = given.get("extra_config") or {}
-    valid = isinstance(own, dict) and len(own) <= _MAX_NAMES and all(isinstance(one, dict) for one in own.values())
-    require(valid, f"{_KEY}.extra_config", "an object of objects", own)
-    pattern = next((name for name in own if re.search(r"[][*+?^$|\\()]", name)), None)
-    require(pattern is None, f"{_KEY}.extra_config", "names of layers", pattern, ", a pattern")
+    own = _objects("extra_config", given)
     # A model that reads images too names its text model's blocks so.
     own, blocks = {_plain(name): one for name, one in own.items()}, [_plain(name) for name in blocks]
+    rules = [name for name in own if re.search(r"[][*+?^$|\\()]", name)]
+    # A name applies before a pattern, which may match anywhere.
+    searched = [rule.removeprefix(".*") for rule in rules]
+    patterns = list(zip(_patterns("extra_config", searched, len(layers)), rules, strict=True))
     found: dict[str, Packing] = {}
     for layer in layers:
         in_blocks = any(f"{layer}.".startswith(f"{name.strip()}.") for name in blocks)
-        settings = {**given, **own.get(layer, {} if in_blocks else {"bits": 16})}
+        chosen = own.get(layer)
+        if chosen is None:
+            matching = (own[rule] for pattern, rule in patterns if own[rule] and pattern.search(layer))
+            chosen = next(matching, {} if in_blocks else {"bits": 16})
+        settings = {**given, **chosen}
         if settings.get("bits") in (16, 32):
             continue
         require(settings.get("data_type", "int") == "int", f"{_KEY}.data_type", "'int'", settings.get("data_type"))
@@ -251,7 +271,7 @@ def _auto_round(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
 
 
 def _plain(name: str) -> str:
-    return name.replace("language_model.", "", 1)
+    return re.sub(r"language_model\\?\.", "", name, count=1)
 
 
 def state_zero_offset(given: Mapping[str, Any], offset: int) -> tuple[str, str, str]:
@@ -266,6 +286,15 @@ def _except(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], 
     """All layers with this packing except those that the config excludes, and the output layer."""
     excluded = {name for key in keys for name in _strings(key, given.get(key) or [])} | {_HEAD}
     return {layer: packing for layer in layers if not any(name and f".{name}." in f".{layer}." for name in excluded)}
+
+
+def _objects(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of single layers, by names or patterns."""
+    found: Any = given.get(key) or {}
+    valid = isinstance(found, dict) and len(found) <= _MAX_NAMES
+    valid = valid and all(isinstance(one, dict) for one in found.values())
+    require(valid, f"{_KEY}.{key}", "an object of objects", found)
+    return found
 
 
 def _strings(key: str, given: Any) -> list[str]:

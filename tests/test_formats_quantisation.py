@@ -24,7 +24,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.quantization import read_quantisation
+from wisparse.formats.quantization import read_packings, read_quantisation
 from wisparse.formats.weight_types import QuantizedMatrix, quantise
 
 FIRST = "model.layers.0.self_attn.q_proj."
@@ -117,8 +117,28 @@ def test_projections_may_differ_where_they_read_different_inputs(plain: Path, tm
     assert {kind for name, kind in kinds.items() if "down_proj" not in name} == {"int4"}
 
 
-def test_auto_rounds_settings_by_layer(plain: Path, published: Callable[..., Path]) -> None:
-    folder, left = published("auto-round"), "model.layers.0.mlp.down_proj."
+_TEXT = "model.language_model.layers"  # as of a model that reads images
+_DOWN = {f"{_TEXT}.0.mlp.down_proj": {"bits": 16, "data_type": "float"}, f"{_TEXT}.1.mlp.down_proj": {"group_size": 4}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("auto-round", {"extra_config": _DOWN, "block_name_to_quantize": [_TEXT]}),
+        # As AutoRound 0.16 writes them; a name comes before a pattern, the first pattern before others.
+        ("auto-round", {"extra_config": {
+            r".*layers\.0\.mlp\.down_proj.*": {"bits": 16}, r".*mlp\.down_proj.*": {"group_size": 4}, ".*q_proj": {},
+        }}),
+        ("auto-round", {"extra_config": {
+            "model.layers.0.mlp.down_proj": {"bits": 16}, r".*model\.language_model\.layers\.[01]\.mlp\.down.*": {"group_size": 4},
+        }}),
+        # As AutoRound and GPTQModel write them.
+        ("gptq", {"dynamic": {r"-:.*model\.layers\.0\.mlp\.down_proj.*": {}, r"+:.*\.down_proj": {"group_size": 4}}}),
+        ("gptq", {"dynamic": {"lm_head": {}, "-:model.layers.0.mlp.d": {"bits": 8}, ".*mlp.down": {"group_size": 4}}}),
+    ],
+)  # fmt: skip
+def test_settings_by_layer(name: str, changed: dict[str, Any], plain: Path, published: Callable[..., Path]) -> None:
+    folder, left = published(name), "model.layers.0.mlp.down_proj."
     weight = Checkpoint.open(plain).tensor(f"{left}weight")
 
     def widen(tensors: dict[str, torch.Tensor]) -> None:
@@ -129,14 +149,21 @@ def test_auto_rounds_settings_by_layer(plain: Path, published: Callable[..., Pat
         tensors |= {other + part: one for part, one in gptq(Checkpoint.open(plain).tensor(f"{other}weight"), 4).items()}
 
     change_tensors(folder, widen)
-    text = "model.language_model.layers"  # as of a model that reads images
-    own = {f"{text}.0.mlp.down_proj": {"bits": 16, "data_type": "float"}, f"{text}.1.mlp.down_proj": {"group_size": 4}}
-    changed = {"extra_config": own, "block_name_to_quantize": [text]}
     change_config(folder, lambda d: d["quantization_config"].update(changed))
     found = Checkpoint.open(folder)
     assert found.quantised["model.layers.1.mlp.down_proj.weight"].packing.group == 4
     assert len(found.quantised) == 13
     assert torch.equal(found.tensor(f"{left}weight"), weight)
+
+
+def test_patterns_of_all_routers_of_a_large_model() -> None:
+    """AutoRound names each router of a mixture by a pattern, which is tried on every expert."""
+    layers = [
+        f"model.layers.{at}.mlp.experts.{e}.{p}_proj" for at in range(94) for e in range(128) for p in ("gate", "up")
+    ]
+    routers = {rf".*model\.layers\.{at}\.mlp\.gate.*": {"bits": 16} for at in range(94)}
+    found = read_packings(PUBLISHED["auto-round"]()[1] | {"extra_config": routers}, layers)
+    assert found.keys() == set(layers)
 
 
 Change = Callable[[Path], None]
@@ -278,11 +305,16 @@ REFUSED: list[tuple[str, Change, str]] = [
     ),
     ("auto-round", _config(bits=3), "bits: expected 4, found 3"),
     ("auto-round", _config(data_type="mx_fp"), "data_type: expected 'int', found 'mx_fp'"),
-    ("auto-round", _config(extra_config={".*proj": {"bits": 8}}), r"names of layers, found '\.\*proj', a pattern"),
+    ("auto-round", _config(extra_config={".*proj": {"bits": 8}}), "bits: expected 4, found 8"),
+    ("auto-round", _config(extra_config={".*(": {"bits": 16}}), "extra_config: not a regular expression"),
     ("auto-round", _config(extra_config={"model.layers.0.self_attn.q_proj": {"bits": 8}}), "bits: expected 4, found 8"),
     ("auto-round", _config(block_name_to_quantize="model.layers.0"), "does not say what the files hold"),
     ("gptq", _config(bits=3), "bits: expected 4, found 3"),
-    ("gptq", _config(dynamic={"x": {}}), "settings of their own"),
+    ("gptq", _config(dynamic={".*": {"bits": 8}}), "bits: expected 4, found 8"),
+    ("gptq", _config(dynamic={".*": {"desc_act": True}}), "act-order is not supported"),
+    ("gptq", _config(dynamic={"-:(a*)*b": {}}), "dynamic: a pattern too intricate"),
+    ("gptq", _config(dynamic={"-:.*v_proj": {}}), "q_proj and v_proj read one input"),
+    ("gptq", _config(dynamic=["x"]), "dynamic: expected an object of objects"),
     ("gptq", _config(checkpoint_format="marlin"), "found 'marlin', which is packed"),
     ("awq", _config(version="gemv"), "found 'gemv', which is packed in another way"),
     # Which layers.
@@ -294,7 +326,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     (_PACK, _config(ignore=["re:("]), "not a regular expression"),
     (_PACK, _config(ignore=["re:(a*)*b"]), "too intricate"),
     (_PACK, _config(ignore=["re:.*.*.*.*x"]), "too intricate"),
-    (_PACK, _config(ignore=["re:x"] * 2000), "too many to be tried"),
+    (_PACK, _config(ignore=["re:.*x.*y.*z"] * 2000), "too many to be tried"),
     (_PACK, _config(ignore=["model.layers.0.mlp.down_proj"]), "does not say what the files hold"),
     ("awq", _config(modules_to_not_convert=["down_proj"]), "does not say what the files hold"),
     (_PACK, _config(ignore=["re:.*k_proj"]), "q_proj and k_proj read one input"),
@@ -329,7 +361,18 @@ def test_refused_in_one_sentence(name: str, change: Change, words: str, publishe
 
 
 _junk = JUNK | st.sampled_from(["re:.*", "group", ["re:.*"]])
-_keys = ["quant_method", "config_groups", "ignore", "format", "bits", "group_size", "version", "weight_block_size"]
+_keys = [
+    "dynamic",
+    "extra_config",
+    "quant_method",
+    "config_groups",
+    "ignore",
+    "format",
+    "bits",
+    "group_size",
+    "version",
+    "weight_block_size",
+]
 _inner = ["num_bits", "type", "strategy", "group_size", "symmetric", "block_structure", "dynamic", "actorder"]
 
 
