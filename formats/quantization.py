@@ -216,7 +216,7 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     known, other = form in ("gptq", "gptq_v2"), ", which is packed in another way"
     require(known, f"{_KEY}.checkpoint_format", "'gptq' or 'gptq_v2'", form, other)
     only: Any = given.get("modules_in_block_to_quantize")
-    named = ("",)
+    named: tuple[str, ...] = ("",)
     if only is not None:
         require(isinstance(only, list), f"{_KEY}.modules_in_block_to_quantize", "a list", only)
         flat = [x for one in only for x in (one if type(one) is list else [one])]
