@@ -20,7 +20,7 @@ SURFACE = {
     "transformers_utils/config.py": ["get_config_parser", "register_config_parser"],
     "transformers_utils/repo_utils.py": ["file_or_path_exists"],
     "config/__init__.py": ["get_current_vllm_config"],
-    "distributed/parallel_state.py": ["get_tensor_model_parallel_rank"],
+    "distributed/parallel_state.py": ["get_tensor_model_parallel_rank", "get_pp_group"],
     "model_executor/layers/quantization/__init__.py": [
         "QUANTIZATION_METHODS", "register_quantization_config", "get_quantization_config",
     ],
@@ -36,7 +36,9 @@ SURFACE = {
         "LinearBase", "LinearMethodBase", "LinearMethodBase.create_weights", "LinearMethodBase.apply",
         "UnquantizedLinearMethod", "UnquantizedLinearMethod.create_weights", "register_weight_loader_v2_supported_method",
     ],
-    "model_executor/layers/vocab_parallel_embedding.py": ["ParallelLMHead", "VocabParallelEmbedding.weight_loader"],
+    "model_executor/layers/vocab_parallel_embedding.py": [
+        "ParallelLMHead", "ParallelLMHead.tie_weights", "VocabParallelEmbedding.weight_loader", "UnquantizedEmbeddingMethod",
+    ],
     "model_executor/parameter.py": [
         f"{name}.__init__" for name in (
             "BasevLLMParameter", "_ColumnvLLMParameter", "RowvLLMParameter", "PerTensorScaleParameter",
@@ -77,6 +79,8 @@ READ = {
     "envs.py": ["VLLM_BATCH_INVARIANT"],
     "config/compilation.py": ["cudagraph_capture_sizes"],
     "config/scheduler.py": ["max_num_batched_tokens"],
+    "config/model.py": ["head_dtype"],
+    "model_executor/layers/logits_processor.py": ["lm_head.quant_method.apply"],
     "model_executor/layers/activation.py": ["SiluAndMul"],
     "model_executor/layers/linear.py": ["tp_rank"],
 }

@@ -46,6 +46,7 @@ PROMPT, TOKENS = 5, 200
 )
 @click.option("--weights", type=Several(("bf16", "int8", "int4")), default="bf16")
 @click.option("--layouts", type=click.Choice(["both", "ours"]), default="both", help="Of quantised weights.")
+@click.option("--output-layer", type=click.Choice(["stored", "int8"]), default="stored", help="Of bundle and plain.")
 @click.option("--blocks", default=LLAMA["num_hidden_layers"], help="Of the model, for a shorter start.")
 @click.option("--requests", type=Several(int), default="1,2,4,8,32,128", help="At once.")
 @click.option("--tensor-parallel", default=1, help="GPUs of one engine.")
@@ -55,8 +56,8 @@ PROMPT, TOKENS = 5, 200
 @click.option("--part", hidden=True, type=Path, help="The folder of the model that this process measures.")
 @out_option
 def vllm(
-    models: list[str], weights: list[str], layouts: str, blocks: int, requests: list[int], tensor_parallel: int,
-    prompts: bool, seconds: int, rehearse: bool, part: Path | None, out: Path | None,
+    models: list[str], weights: list[str], layouts: str, output_layer: str, blocks: int, requests: list[int],
+    tensor_parallel: int, prompts: bool, seconds: int, rehearse: bool, part: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """vLLM with the plug-in beside dense vLLM: start, memory, tokens a second by requests at once, prompts.
 
@@ -75,7 +76,7 @@ def vllm(
     if not rehearse:
         need_gpu()
     if part is not None:
-        measure(part, layouts, requests, tensor_parallel, prompts, rehearse)
+        measure(part, layouts, output_layer, requests, tensor_parallel, prompts, rehearse)
         return
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-vllm-") as temporary:
@@ -139,8 +140,9 @@ def environment(work: Path, model: str) -> dict[str, str]:
 
 
 def measure(
-    model: Path, layouts: str, requests: list[int], tensor_parallel: int, with_prompts: bool, rehearse: bool
-) -> None:
+    model: Path, layouts: str, output_layer: str, requests: list[int], tensor_parallel: int, with_prompts: bool,
+    rehearse: bool,
+) -> None:  # fmt: skip
     """Print the figures of one engine."""
     from vllm import LLM, SamplingParams
 
@@ -155,11 +157,11 @@ def measure(
     kind, _, way = model.name.partition("-")
     if way == "plain":
         settings["quantization"] = "wisparse"
-    if kind != "bf16" and way != "dense":
-        settings["additional_config"] = {"wisparse": {"layouts": layouts}}
+    own = {"output_layer": output_layer} | ({} if kind == "bf16" or rehearse else {"layouts": layouts})
+    if way != "dense":
+        settings["additional_config"] = {"wisparse": own}
     if rehearse:
         settings |= {"dtype": "float32", "enforce_eager": True}
-        settings.pop("additional_config", None)
         del settings["kv_cache_memory_bytes"], settings["gpu_memory_utilization"]
     began = time.perf_counter()
     llm = LLM(**settings)

@@ -15,6 +15,7 @@ import wisparse
 from wisparse.converter.api import convert
 from wisparse.converter.experts import find_experts
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.weight_types import round_weight
 from wisparse.kernels.reference import scores
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.torch.block import MaskedLinear
@@ -77,10 +78,13 @@ def runtime_tokens(
     start: int | None = None,
     sparsity: float | None = None,
     dtype: torch.dtype = torch.float32,
+    output_layer: str = "stored",
 ) -> list[int]:
-    """Greedy tokens of the plain decoder."""
+    """Greedy tokens of the plain decoder. ``output_layer``: int8 rounds it."""
     bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=dtype, max_seq_len=len(prompt) + count)
+    if output_layer == "int8":
+        decoder._head = round_weight(decoder._head, "int8").dequantise(dtype)
     return greedy(decoder, torch.tensor(prompt), count, start)[0]
 
 

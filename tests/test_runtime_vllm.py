@@ -25,7 +25,7 @@ from family_cases import COUNT, clear_answer, make_source, runtime_tokens
 from family_cases import converted as converted_family
 from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model
 from runtime_models import EXPERTS, VARIANTS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_bundle import tiny_recipe
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
@@ -35,7 +35,7 @@ from wisparse.converter import gptq
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UsageError
-from wisparse.formats.weight_types import sparse_from
+from wisparse.formats.weight_types import round_weight, sparse_from
 from wisparse.formats.write import write_bundle
 from wisparse.kernels.gpu.launch import Scratch, batched_product, separate_products
 from wisparse.kernels.reference import sparse_linear
@@ -174,6 +174,8 @@ def test_settings() -> None:
     environment = {"WISPARSE_VLLM_PREFILL": "all", "WISPARSE_VLLM_SPARSITY": "0.5"}
     assert Settings.read(None, environment, 0.5) == Settings("all", 0.5)
     assert Settings.read({"wisparse": {"prefill": "dense"}}, environment, 0.5) == Settings("dense", 0.5)
+    environment = {"WISPARSE_VLLM_OUTPUT_LAYER": "int8", "WISPARSE_VLLM_LAYOUTS": "ours"}
+    assert Settings.read(None, environment, 0.5) == Settings("dense", 0.5, "ours", "int8")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +184,9 @@ def test_settings() -> None:
         ({"wisparse": {"prefill": "half"}}, "prefill: expected one of dense, all in vLLM, found 'half'"),
         ({"wisparse": {"sparsity": "half"}}, "sparsity: expected a number, found 'half'"),
         ({"wisparse": {"sparsity": True}}, "sparsity: expected a number, found True"),
-        ({"wisparse": {"prefil": "all"}}, "expected prefill or sparsity or layouts, found 'prefil'"),
+        ({"wisparse": {"prefil": "all"}}, "expected prefill or sparsity or layouts or output_layer, found 'prefil'"),
         ({"wisparse": {"layouts": "vllm"}}, "layouts: expected one of ours, both, found 'vllm'"),
+        ({"wisparse": {"output_layer": "int4"}}, "output_layer: expected one of stored, int8, found 'int4'"),
         ({"wisparse": "all"}, "wisparse: expected an object, found 'all'"),
         # In the wrong place.
         *(({key: 0.3}, f"found the key '{key}'") for key in ("sparsity", "prefill", "WiSparse", "wisparce")),
@@ -415,11 +418,30 @@ def test_families_whose_blocks_one_operator_computes(
 
 
 @pytest.mark.exhaustive
-def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_path: Path) -> None:
+def test_known_blocks_in_a_model_that_is_not(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiMo has Qwen2's blocks, but computes its last norm with the logits."""
+    model_type, given = VARIANTS["qwen2"]
+    monkeypatch.setitem(VARIANTS, "qwen2", (model_type, given | {"hidden_size": 128}))
+    pack, stored = PUBLISHED["pack int8 rows"]()
+    folder = quantise_model(make_source("qwen2", tmp_path / "source"), tmp_path / "model", pack, stored)
+    found = {}
+    for name in ("Qwen2ForCausalLM", "MiMoForCausalLM"):
+        change_config(folder, lambda config, name=name: config.update(architectures=[name]))
+        found[name] = tokens_of(python, folder, PROMPTS, {"quantization": "wisparse"})
+    assert [one.pop("joined") for one in found.values()] == [3, 0]
+    assert found["Qwen2ForCausalLM"] == found["MiMoForCausalLM"]
+
+
+@pytest.mark.exhaustive
+def test_what_cannot_run_is_refused_at_the_start(
+    python: str, bundle: Path, example_model: Path, tmp_path: Path
+) -> None:
     def changed(name: str) -> Path:
         return Path(shutil.copytree(bundle, tmp_path / name))
 
     no_sidecar, quantised, dense, no_entry = map(changed, ("no-sidecar", "quantised", "dense", "no-entry"))
+    pack, stored = PUBLISHED["pack int4 groups"]()
+    int4_output = quantise_model(example_model, tmp_path / "int4-output", pack, stored | {"ignore": []})
     (no_sidecar / "wisparse.safetensors").unlink()
     config = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
@@ -428,6 +450,7 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
     (no_entry / "config.json").write_text(json.dumps(config))
     for name in ("wisparse.json", "wisparse.safetensors"):
         (dense / name).unlink()
+    int8 = {"WISPARSE_VLLM_OUTPUT_LAYER": "int8"}
     asked: list[tuple[Path, dict[str, Any], dict[str, str], str]] = [
         (no_sidecar, {}, {}, "wisparse.safetensors"),
         (quantised, {}, {}, "the weights do not fit config.json"),
@@ -440,6 +463,13 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (bundle, {"quantization_config": {"linear": "fp8_per_tensor_static"}}, {}, "weights quantised at load"),
         (bundle, {"cpu_offload_gb": 1}, {}, "with weights in the CPU's memory"),
         (bundle, {}, {"VLLM_BATCH_INVARIANT": "1"}, "with batch-invariant kernels"),
+        (
+            int4_output,
+            {"quantization": "wisparse"},
+            int8,
+            "output_layer: expected stored for one that is int4 in the files",
+        ),
+        (bundle, {"hf_overrides": {"head_dtype": "bfloat16"}}, int8, "leave head_dtype out"),
         (bundle, {"reload": True}, {}, "weights cannot be loaded again into a running engine"),
     ]
     answers = ask(python, "refusals", json.dumps([(str(b), a, e) for b, a, e, _ in asked]))
@@ -493,6 +523,50 @@ def test_tokens_of_quantised_bundles_are_our_runtimes(
     assert expected != own_tokens(bundle, prompts, "all")
 
 
+def coarse_output(folder: Path, out: Path, factor: int = 12, offset: int = 0) -> Path:
+    """A copy whose tied embedding has one large channel: int8 turns the others, and the tokens. ``offset``: of norms."""
+    shutil.copytree(folder, out)
+    for file in out.glob("model*.safetensors"):
+        tensors = load_file(file)
+        if (embedding := tensors.get("model.embed_tokens.weight")) is not None:
+            embedding[:, 0] *= factor
+        if (norm := tensors.get("model.norm.weight")) is not None:
+            norm[0] = (norm[0] + offset) / factor - offset
+        save_file(tensors, file, metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("weights", "settings"), [("native", {}), ("int8", _CARDS), ("int4", {})])
+def test_an_output_layer_is_rounded_to_int8(
+    python: str, bundle: Path, quantised: Callable[[str], Path], some_prompts: list[list[int]], tmp_path: Path,
+    weights: str, settings: dict[str, Any],
+) -> None:  # fmt: skip
+    coarse = coarse_output(bundle if weights == "native" else quantised(weights), tmp_path / "coarse")
+    prompts = clear_prompts(coarse, some_prompts[3:10], "dense", output_layer="int8")
+    expected = own_tokens(coarse, prompts, "dense", output_layer="int8")
+    additional = {"additional_config": {"wisparse": {"output_layer": "int8"}}}
+    found = tokens_of(python, coarse, prompts, settings | additional)
+    assert (found["alone"], found["together"]) == (expected, expected)
+    assert expected != own_tokens(coarse, prompts, "dense")
+
+
+@pytest.mark.exhaustive
+def test_an_embedding_that_is_the_output_layer_is_rounded_for_it(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's Gemma 2 has no module for the output layer."""
+    model_type, given = VARIANTS["gemma2"]
+    monkeypatch.setitem(VARIANTS, "gemma2", (model_type, given | {"head_dim": 32}))
+    converted = converted_family(make_source("gemma2", tmp_path / "source"), tmp_path / "bundle", "uniform")
+    coarse = coarse_output(converted, tmp_path / "coarse", 64, offset=1)
+    prompts = torch.randint(3, 250, (10, 5), generator=torch.Generator().manual_seed(5)).tolist()
+    found = tokens_of(python, coarse, prompts, WISPARSE_VLLM_OUTPUT_LAYER="int8")
+    expected = own_tokens(coarse, prompts, "dense", output_layer="int8")
+    assert (found["alone"], found["together"]) == (expected, expected)
+    assert expected != own_tokens(coarse, prompts, "dense")
+
+
 @pytest.mark.exhaustive
 def test_groups_that_cards_cannot_share_are_refused(python: str, quantised: Callable[[str, int], Path]) -> None:
     """704 inputs of down_proj are eleven groups of 64."""
@@ -526,7 +600,7 @@ def test_a_quantised_bundle_has_our_logits_in_vllm(python: str, quantised: Calla
         torch.testing.assert_close(torch.tensor(logprobs), own, rtol=0, atol=1e-4)
 
 
-def dequantised_tokens(folder: Path, plain: Path, prompts: list[list[int]]) -> list[list[int]]:
+def dequantised_tokens(folder: Path, plain: Path, prompts: list[list[int]], output: str) -> list[list[int]]:
     """transformers' greedy tokens of a quantised checkpoint, by its weights in float32."""
     from transformers import AutoModelForCausalLM
 
@@ -535,6 +609,8 @@ def dequantised_tokens(folder: Path, plain: Path, prompts: list[list[int]]) -> l
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     for name in stored.quantised:
         model.get_parameter(name).data.copy_(stored.tensor(name))
+    if output == "int8":
+        model.lm_head.weight = torch.nn.Parameter(round_weight(model.lm_head.weight, output).dequantise(torch.float32))
     options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 24, "max_new_tokens": 24, "eos_token_id": None}
     found = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
     return [tokens.tolist() for tokens in found]
@@ -544,24 +620,29 @@ def dequantised_tokens(folder: Path, plain: Path, prompts: list[list[int]]) -> l
 @pytest.mark.parametrize(
     ("name", "cards"),
     [("pack int4 groups", 2), ("pack int8 groups, zero points", 1), ("int8 rows", 2), ("gptq", 2), ("gptq, second version", 1),
-     ("awq", 2), ("pack int8 rows, lm_head", 2), ("fp8 rows", 2)],
+     ("awq", 2), ("pack int8 rows, lm_head", 2), ("fp8 rows", 2), ("gptq, int8", 2)],
 )  # fmt: skip
 def test_quantised_checkpoints_without_a_bundle(
     python: str, name: str, cards: int, example_model: Path, tmp_path: Path, some_prompts: list[list[int]]
 ) -> None:
+    """``int8``: their output layer is rounded."""
     published, _, with_head = name.partition(", lm_head") if "lm_head" in name else (name, "", None)
+    published, _, output = published.partition(", ") if name.endswith(", int8") else (published, "", "stored")
     pack, config = PUBLISHED[published]()
-    folder = quantise_model(example_model, tmp_path / "model", pack, config)
+    source = coarse_output(example_model, tmp_path / "coarse") if output == "int8" else example_model
+    folder = quantise_model(source, tmp_path / "model", pack, config)
     if with_head is not None:
         head = pack(load_file(example_model / "model.safetensors")["model.embed_tokens.weight"].float())
         change_tensors(folder, lambda tensors: tensors.update({f"lm_head.{part}": one for part, one in head.items()}))
         config |= {"ignore": []}
         change_config(folder, lambda d: d.update(quantization_config=config, tie_word_embeddings=False))
-    expected = dequantised_tokens(folder, example_model, some_prompts[4:10])
+    expected = dequantised_tokens(folder, source, some_prompts[4:10], output)
     settings = {"quantization": "wisparse", "tensor_parallel_size": cards}
+    settings["additional_config"] = {"wisparse": {"output_layer": output}}
     found = tokens_of(python, folder, some_prompts[4:10], settings)
     assert found.pop("joined") == (6 if cards == 1 else 0)
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
+    assert output == "stored" or expected != dequantised_tokens(folder, source, some_prompts[4:10], "stored")
 
 
 @pytest.mark.exhaustive

@@ -42,6 +42,8 @@ _KNOWN = {
     "qwen2.Qwen2DecoderLayer",
     "qwen3.Qwen3DecoderLayer",
 }
+# Classes of models whose ``forward`` is: their blocks, one after another, and their last norm.
+_KNOWN_MODELS = {"llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model"}
 _ACTIVATIONS = {"SiluAndMul": "silu"}  # vLLM's classes, and the names of our products' ends
 # Drafts that read nothing of the hidden states inside the model.
 DRAFTS = ("ngram", "ngram_gpu", "suffix")
@@ -227,7 +229,8 @@ def join_blocks(model: torch.nn.Module) -> None:
         layers, norm = getattr(inner, "layers", None), getattr(inner, "norm", None)
         if not isinstance(layers, torch.nn.ModuleList) or not len(layers) or norm is None:
             continue
-        why_not = [why for why in (*map(_why_not, layers), _why_not_norm(norm)) if why is not None]
+        others = None if _known(inner, _KNOWN_MODELS) else f"a model of another class, {type(inner).__name__}"
+        why_not = [why for why in (others, *map(_why_not, layers), _why_not_norm(norm)) if why is not None]
         if why_not:
             reason = why_not[0]
             continue
@@ -244,10 +247,14 @@ def _linears(layer: Any) -> tuple[Any, ...]:
     return layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
 
 
+def _known(module: Any, names: set[str]) -> bool:
+    package, _, file = type(module).__module__.rpartition(".")
+    return package.startswith("vllm.") and f"{file}.{type(module).__name__}" in names
+
+
 def _why_not(layer: Any) -> str | None:
-    kind = type(layer)
-    if f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" not in _KNOWN or not kind.__module__.startswith("vllm."):
-        return f"blocks of another class, {kind.__name__}"
+    if not _known(layer, _KNOWN):
+        return f"blocks of another class, {type(layer).__name__}"
     if getattr(layer, "ada_rms_norm_t_cond", None) is not None:
         return "norms that depend on a time"
     if not all(getattr(linear, "wisparse_joins", False) for linear in _linears(layer)):
@@ -297,17 +304,23 @@ def _join(layer: Any, after: Any, last: Any) -> None:
 
 
 def watch_loader() -> None:
-    """Wrap vLLM's loader, once in a process, so that blocks are joined once their weights are loaded."""
+    """Wrap vLLM's loader, once in a process, so that loaded blocks are joined and a tied output layer is rounded."""
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.model_loader import base_loader
+
+    from .linear import round_tied_output
 
     original = base_loader.process_weights_after_loading
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
-    def process(model: torch.nn.Module, *rest: Any, **more: Any) -> None:
-        original(model, *rest, **more)
+    def process(model: torch.nn.Module, model_config: Any, *rest: Any, **more: Any) -> None:
+        original(model, model_config, *rest, **more)
         if any(hasattr(module, "wisparse_layer") for module in model.modules()):
+            current = get_current_vllm_config()
+            if model_config is current.model_config and current.quant_config.output_layer == "int8":
+                round_tied_output(model, model_config.hf_text_config, current.quant_config.rows)
             join_blocks(model)
             begin_compiling()
 

@@ -51,7 +51,7 @@ class WisparseConfig(QuantizationConfig):
         self._masks: Mapping[str, ProjectionMask] = {}
         self._packings: Mapping[str, Packing] = {}  # of the bundle, by the names of weights
         self._unmasked: frozenset[str] = frozenset()  # tensors in blocks that no mask belongs to
-        self._graded = False
+        self.output_layer = "stored"  # or int8; known with ``rows``
         self._both = False  # layouts of quantised weights
         self._joins = False  # blocks may be computed by ``blocks``
         self.rows: MaskedRows | None = None  # None until a process builds layers
@@ -165,8 +165,13 @@ class WisparseConfig(QuantizationConfig):
         if masked and len(masks) < len(names):
             lacking = next(one for one in names if one not in self._masks)
             raise BundleError(f"{lacking}: expected an entry in the bundle for this layer of vLLM's, found none")
-        # The output layer of a graded bundle is int8 in every back end.
-        rounded = self._graded and packing is None and isinstance(layer, ParallelLMHead)
+        rounded = self.output_layer == "int8" and isinstance(layer, ParallelLMHead)
+        if rounded and packing is not None:
+            if packing.kind != "int8":
+                raise UsageError(
+                    f"output_layer: expected stored for one that is {packing.kind} in the files, found int8"
+                )
+            rounded = False
         if not masks and packing is None and not rounded:
             dense = None if isinstance(layer, ParallelLMHead) else linear.UnquantizedLinearMethod()
             return dense if self._vllm is None else self._vllm.get_quant_method(layer, prefix)
@@ -248,6 +253,7 @@ class WisparseConfig(QuantizationConfig):
         watch_loader()
         bundle = None if self._folder is None else Bundle.open(self._folder)
         settings = Settings.read(current.additional_config, os.environ, 0.0 if bundle is None else bundle.sparsity)
+        self.output_layer = settings.output_layer
         parts = [f"rank {get_tensor_model_parallel_rank()} of {parallel.tensor_parallel_size}"]
         if self._vllm is not None and self._stored is not None:
             half = current.model_config.dtype in HALF
@@ -258,11 +264,17 @@ class WisparseConfig(QuantizationConfig):
             )
             by = f"vLLM's kernels from {CODE_ROWS + 1} tokens on, dense" if self._both else "our kernels alone"
             parts.insert(0, f"weights quantised by {self._stored['quant_method']}, {by}")
-        if bundle is None:
+        chosen = None if bundle is None else bundle.at(settings.sparsity)
+        if chosen is not None and planes_of(chosen.masks) > 1:  # int8 in every back end
+            self.output_layer = "int8"
+        if self.output_layer == "int8":
+            if current.model_config.head_dtype != current.model_config.dtype:
+                raise UsageError("an output layer in int8 has the model's dtype; leave head_dtype out")
+            parts.insert(0, "output layer int8")
+        if bundle is None or chosen is None:
             log.info("no masks: %s", ", ".join(parts))
         else:
-            chosen = bundle.at(settings.sparsity)
-            self._masks, self._graded = chosen.masks, planes_of(chosen.masks) > 1
+            self._masks = chosen.masks
             self._packings = {name: weight.packing for name, weight in bundle.checkpoint.quantised.items()}
             blocks = range(bundle.config.num_blocks)
             fields = (block_fields(bundle.config, index).values() for index in blocks)

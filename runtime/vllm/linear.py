@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import BundleError, UsageError
@@ -186,3 +192,34 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         masks = layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked
         codes = layer.wisparse_codes, layer.wisparse_code_scales, layer.wisparse_code_zeros
         return torch.ops.wisparse.masked_linear(x, layer.weight, bias, *masks, self._widths, ready, *codes)
+
+
+class TiedOutputMethod(UnquantizedEmbeddingMethod):
+    """Of an embedding that is the output layer too: a copy of its weight in int8 computes the logits."""
+
+    def __init__(self, embedding: Any, rows: MaskedRows) -> None:
+        super().__init__()
+        of = Projections("lm_head", 1, (), None, dense=True, rows=rows, rounded=True)
+        self._method, self._copy = WisparseLinearMethod(of), torch.nn.Module()
+        (n, k), dtype = embedding.weight.shape, embedding.weight.dtype
+        with torch.device("meta"):
+            self._method.create_weights(self._copy, k, [n], k, n, dtype, weight_loader=None)
+        self._copy.weight = embedding.weight
+        self._method.process_weights_after_loading(self._copy)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._method.apply(self._copy, x, bias)
+
+
+def round_tied_output(model: torch.nn.Module, config: Any, rows: MaskedRows) -> None:
+    """An output layer in int8 for a model that multiplies by its embedding. ``config``: the text model's."""
+    if not get_pp_group().is_last_rank or any(isinstance(module, ParallelLMHead) for module in model.modules()):
+        return
+    shape = config.vocab_size, config.hidden_size
+    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    embeddings = [one for one in embeddings if (one.org_vocab_size, one.embedding_dim) == shape]
+    if len(embeddings) != 1:
+        raise UsageError(
+            f"output_layer: expected stored for {type(model).__name__}, which has no output layer, found int8"
+        )
+    embeddings[0].quant_method = TiedOutputMethod(embeddings[0], rows)

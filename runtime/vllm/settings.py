@@ -27,10 +27,12 @@ NAME = "wisparse"
 PLAIN = ("compressed-tensors", "gptq", "awq")  # methods of checkpoints that run by ours if asked for
 POLICIES = ("dense", "all")  # "half" needs whole prompts, and vLLM reads them in chunks
 LAYOUTS = ("ours", "both")  # of quantised weights
+OUTPUT_LAYERS = ("stored", "int8")
 ENVIRONMENT = {
     "prefill": "WISPARSE_VLLM_PREFILL",
     "sparsity": "WISPARSE_VLLM_SPARSITY",
     "layouts": "WISPARSE_VLLM_LAYOUTS",
+    "output_layer": "WISPARSE_VLLM_OUTPUT_LAYER",
 }
 _AT: weakref.WeakValueDictionary[int, MaskedRows] = weakref.WeakValueDictionary()
 
@@ -83,6 +85,7 @@ class Settings:
     prefill: str  # dense: prompt tokens are not masked; all: every token but the first
     sparsity: float  # of a sparsity level, or 0
     layouts: str | None = None  # ours: quantised weights are held once; both: in vLLM's layout too, for larger batches
+    output_layer: str = "stored"  # int8: rounded when it is loaded, with a scale a row
 
     @classmethod
     def read(cls, additional: Any, environment: Mapping[str, str], default: float) -> Settings:
@@ -99,12 +102,14 @@ class Settings:
         unknown = next((str(key) for key in given if key not in ENVIRONMENT), None)
         expect(unknown is None, "additional_config: wisparse", " or ".join(ENVIRONMENT), unknown)
         prefill, sparsity, layouts = given.get("prefill", "dense"), given.get("sparsity", default), given.get("layouts")
+        output_layer = given.get("output_layer", "stored")
         expect(prefill in POLICIES, "prefill", f"one of {', '.join(POLICIES)} in vLLM", prefill)
         expect(layouts in (None, *LAYOUTS), "layouts", f"one of {', '.join(LAYOUTS)}", layouts)
+        expect(output_layer in OUTPUT_LAYERS, "output_layer", f"one of {', '.join(OUTPUT_LAYERS)}", output_layer)
         try:
             if isinstance(sparsity, bool):
                 raise ValueError
-            return cls(prefill, float(sparsity), layouts)
+            return cls(prefill, float(sparsity), layouts, output_layer)
         except (TypeError, ValueError):
             raise UsageError(f"sparsity: expected a number, found {sparsity!r:.80}") from None
 
