@@ -123,10 +123,6 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     return full
 
 
-def _outside(token_id: Any, vocab_size: Any) -> bool:
-    return isinstance(token_id, int) and isinstance(vocab_size, int) and token_id >= vocab_size
-
-
 def _respelled(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` with spellings that transformers 5 does not read as the ones that it does."""
     found = dict(config)
@@ -200,7 +196,8 @@ def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     # The outer config's token ids take precedence; its dtype is used where the text config has none.
     first = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
     # Releases before 5.21 save SmolVLM with the class's default, of a larger vocabulary; no embedding can have it.
-    if _outside(first.get("pad_token_id"), text_config.get("vocab_size")):
+    pad, size = first.get("pad_token_id"), text_config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(size, int) and pad >= size:
         del first["pad_token_id"]
     types = ("dtype", "torch_dtype", "transformers_version")
     last = {key: config[key] for key in types if key in config and text_config.get(key) is None}

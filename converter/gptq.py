@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quan
 
 from .calibration import CalibrationTokens
 from .evaluation import evaluate_text
-from .experts import ExpertProjection
 from .flow import BlockFlow, Hidden, StopForward
 from .measurement import MaskedLogits
 from .rotation import load_weights, rotate
@@ -239,7 +238,7 @@ def fit_projections(
             module = source.projections[first]
             if sharing[0].experts:
                 # Without ``cross``: in the dense model the router may choose an expert for other tokens.
-                inputs = [rows.split(counts) for rows, counts in _expert_inputs(flow, block, hidden, first, module)]
+                inputs = [rows.split(module.routing.counts) for rows in _inputs(flow, block, hidden, first, module)]
                 num_rows = [sum(len(rows[expert]) for rows in inputs) for expert in range(sharing[0].experts)]
                 few = [expert for expert, count in enumerate(num_rows) if count < _MIN_EXPERT_TOKENS]
                 rounded, total = rounded + len(few), total + len(num_rows)
@@ -258,11 +257,8 @@ def fit_projections(
                             yield projection.parts[expert], matrix.rows(i * rows, (i + 1) * rows)
                 continue
             moments, cross = torch.zeros(2, module.in_features, module.in_features, device=module.weight.device)
-            for batch, state in enumerate(hidden):
-                recorded: dict[str, list[Tensor]] = {first: []}
-                with suppress(StopForward), _record_inputs({first: module}, recorded, stop=True):
-                    flow.block(block, batch, state)
-                x, z = (inputs.to(torch.float32) for inputs in (recorded[first][0], dense_inputs[first][batch]))
+            for pair in zip(_inputs(flow, block, hidden, first, module), dense_inputs[first], strict=True):
+                x, z = (inputs.to(torch.float32) for inputs in pair)
                 moments.addmm_(x.t(), x)
                 cross.addmm_(z.t(), x)
             for name in (first, *others):
@@ -273,16 +269,13 @@ def fit_projections(
         _log.warning(text, rounded, total, _MIN_EXPERT_TOKENS)
 
 
-def _expert_inputs(
-    flow: BlockFlow, block: int, hidden: Hidden, name: str, module: ExpertProjection
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """For each micro-batch: the inputs of an experts' projection, sorted by expert, and the rows of each expert."""
+def _inputs(flow: BlockFlow, block: int, hidden: Hidden, name: str, module: Any) -> Iterator[Tensor]:
+    """A projection's inputs by micro-batch, of experts sorted by expert; the block runs up to it."""
     for batch, state in enumerate(hidden):
         recorded: dict[str, list[Tensor]] = {name: []}
         with suppress(StopForward), _record_inputs({name: module}, recorded, stop=True):
             flow.block(block, batch, state)
-        assert module.routing is not None
-        yield recorded[name][0], module.routing.counts
+        yield recorded[name][0]
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.onnx_export import export_onnx
-from wisparse.runtime.torch.block import apply_delta_rule
 from wisparse.runtime.torch.decoder import TorchDecoder
+from wisparse.runtime.torch.mixers import apply_delta_rule
 
 
 def torch_decoder(folder: Path, max_seq_len: int | None = None, max_batch: int = 1) -> TorchDecoder:

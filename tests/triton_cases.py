@@ -30,7 +30,7 @@ from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.decoding.cache import RecurrentState, quantise
-from wisparse.runtime.torch.block import ConvWeights, DeltaWeights, MambaWeights
+from wisparse.runtime.torch.mixers import ConvWeights, DeltaWeights, MambaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

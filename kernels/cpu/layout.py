@@ -163,7 +163,7 @@ class AttentionRow(Row):
 
 
 class LatentRow(Row):
-    """Multi-head latent attention, as ``runtime.torch.latent`` defines it."""
+    """Multi-head latent attention, as ``runtime.torch.mixers`` defines it."""
 
     attention: Word  # AttentionRow, of one KV head
     norm: Word  # (rank,) float32

@@ -9,7 +9,7 @@ The cache has one vector (r, c) a position, of D = rotary + rank elements, that 
 ``attention`` reads it once for up to BLOCK_H heads: tiles (BLOCK_T, rank) and (BLOCK_T, rotary), stages in flight; with
 rank 512 and bfloat16 37 KB a stage. ``norms`` stores the keys of all rows, so rows may be consecutive positions of a slot.
 kv_b stacks (K[h], V[h]): (heads, key_dim + value_dim, rank). Bytes of a step's row: D * context * sizeof(dtype) for each
-BLOCK_H heads; kv_b once. Roundings are those of the twin, ``runtime.torch.latent``.
+BLOCK_H heads; kv_b once. Roundings are those of the twin, ``runtime.torch.mixers``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from wisparse.kernels.cpu.layout import (
 
 from ..decoding.rotary import query_scales
 from ..decoding.sampling import SamplingParams, choose
-from ..torch.block import Block, Norm
+from ..torch.block import Block
+from ..torch.mixers import Norm
 
 # With fewer bytes of weights for each thread, waiting at barriers costs more than an additional thread gains.
 _BYTES_PER_THREAD = 1 << 20

@@ -35,7 +35,8 @@ from wisparse.formats.tensor_file import DTYPES, Entry, TensorFile, open_files
 from wisparse.formats.tensors import MTP, mtp_config
 
 from ..memory import bytes_per_position
-from ..torch.block import LINEARS, SHARED, Block, Executor, Norm, Positions, read_spec, run_block
+from ..torch.block import LINEARS, SHARED, Block, Executor, Positions, read_spec, run_block
+from ..torch.mixers import Norm
 from .cache import KVCache
 from .rotary import Rotary
 

@@ -196,7 +196,11 @@ def _verify(scheduler: Scheduler, rows: Rows, drafts: dict[int, list[int]]) -> N
     tokens = [[row.output_token_ids[-1], *drafts.get(slot, ())] if row else [] for slot, row in enumerate(rows)]
     device_tokens, logits = decoder.verify(tokens, settings)
     chosen, now, margin = device_tokens.tolist(), time.perf_counter(), decoder.verify_margin
-    close = _close_logits(logits, margin) if margin else [False] * len(chosen)
+    close = [False] * len(chosen)
+    if margin:  # whether the two largest logits are less than the margin apart
+        best = logits.max(dim=-1)
+        second = logits.scatter(1, best.indices[:, None], -torch.inf).max(dim=-1).values
+        close = (best.values - second < margin).tolist()
     end = 0
     for slot, request in enumerate(rows):
         if request is None:
@@ -250,14 +254,6 @@ def _process(scheduler: Scheduler, rows: Rows, logits: Tensor) -> None:
                 request.processor.process(row)
             except Exception as error:
                 scheduler.fail_alone(request, error)
-
-
-def _close_logits(logits: Tensor, margin: float) -> list[bool]:
-    """Whether the two largest logits of each row (R, V) are less than ``margin`` apart."""
-    best = logits.max(dim=-1)
-    second = logits.scatter(1, best.indices[:, None], -torch.inf).max(dim=-1).values
-    close: list[bool] = (best.values - second < margin).tolist()
-    return close
 
 
 def _last_tokens(rows: Rows) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -13,25 +13,18 @@ from torch.nn import functional
 from wisparse.formats import block_ops, model_config
 from wisparse.formats.block_ops import HIDDEN, Op
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.model_config import DeltaNet, Mamba2, ModelConfig
+from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION, block_fields
 from wisparse.kernels.reference import keep_mask, soft_cap
 
-from ..decoding.cache import KVCache, RecurrentState
+from ..decoding.cache import KVCache
 from ..decoding.rotary import rotate
-from .latent import LatentWeights
+from .mixers import ConvWeights, DeltaWeights, LatentWeights, MambaWeights, Norm, float_dtype
 
 Linear = TypeVar("Linear")
 LINEARS = ("qkv", "o", "gate_up", "down")  # groups of projections with the same input, in the order of execution
 SHARED = ("shared_gate_up", "shared_down")  # of a shared expert, after LINEARS
 ROLES = ("qkv", "q_b", *LINEARS[1:], *SHARED)
-_CHUNK = 64  # positions of a chunk of the delta rule
-_LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
-
-
-def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of computations that need full precision: float32, or float64 in a float64 model."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def drop_channels(x: Tensor, keep: Tensor) -> Tensor:
@@ -90,145 +83,6 @@ class MaskedLinear:
         if self.kept is not None:
             self.kept += sum(keep.sum() for keep in keeps)
         return self.product(*(drop_channels(x, keep) for keep in keeps))
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMSNorm over the last axis: x / rms(x) * weight, with ``offset`` * (1 + weight), rounded as in transformers: last, with
-    ``offset`` or ``wide``, else before the weight too."""
-
-    weight: Tensor
-    eps: float
-    offset: bool
-    wide: bool = False
-    factors: Tensor = field(init=False)  # the weight, in float32 if ``wide``, or 1 + weight in float32
-
-    def __post_init__(self) -> None:
-        weight = self.weight
-        weight = weight.to(float_dtype(weight.dtype)) if self.offset or self.wide else weight
-        object.__setattr__(self, "factors", 1.0 + weight if self.offset else weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.to(float_dtype(x.dtype))
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.factors).to(x.dtype) if self.offset or self.wide else self.factors * normed.to(x.dtype)
-
-
-@dataclass(frozen=True)
-class DeltaWeights:
-    """A gated DeltaNet's weights except its large projections."""
-
-    config: DeltaNet
-    a: Tensor  # (value_heads, H): decay
-    b: Tensor  # (value_heads, H): beta
-    kernel: Tensor  # (mixed_size, 1, taps)
-    log_rate: Tensor  # (value_heads,)
-    dt_bias: Tensor  # (value_heads,)
-    norm: Tensor  # (value_dim,), over each head's output
-    eps: float
-
-    def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, cached: RecurrentState) -> Tensor:
-        """The next T positions, (T, value_size), the input of out_proj; updates ``cached`` in place. x: (T, H), the block's
-        normed input; mixed: (T, mixed_size), of in_proj_qkv; gate: (T, value_size), of in_proj_z."""
-        delta, wide = self.config, float_dtype(x.dtype)
-        inputs = torch.cat((cached.inputs, mixed))
-        cached.inputs.copy_(inputs[len(mixed) :])
-        mixed = functional.silu(functional.conv1d(inputs.t()[None], self.kernel, groups=delta.mixed_size)[0].t())
-        parts = mixed.split((delta.key_size, delta.key_size, delta.value_size), dim=-1)
-        sizes = (delta.key_dim, delta.key_dim, delta.value_dim)
-        split = (part.view(len(x), -1, size) for part, size in zip(parts, sizes, strict=True))
-        q, k, v = (part.transpose(0, 1).to(wide) for part in split)
-        q, k = (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + _LENGTH_EPS) for part in (q, k))
-        q, k = (part.repeat_interleave(delta.value_heads // delta.key_heads, dim=0) for part in (q, k))
-        beta = functional.linear(x, self.b).sigmoid().to(wide).t()
-        steps = functional.softplus(functional.linear(x, self.a).to(wide) + self.dt_bias)
-        log_decay = (-self.log_rate.to(wide).exp() * steps).t()
-        out = apply_delta_rule(q * delta.key_dim**-0.5, k, v, log_decay, beta, cached.state)
-
-        # RMSNorm per head, then the gate, rounded as in transformers.
-        normed = Norm(self.norm, self.eps, offset=False)(out.transpose(0, 1).to(x.dtype))
-        return (normed * functional.silu(gate.view_as(normed).to(wide))).to(x.dtype).reshape(len(x), delta.value_size)
-
-
-@dataclass(frozen=True)
-class ConvWeights:
-    """The convolution of a gated short convolution."""
-
-    kernel: Tensor  # (H, 1, taps)
-    bias: Tensor | None = None  # (H,)
-
-    def __call__(self, projected: Tensor, cached: RecurrentState) -> Tensor:
-        """The next T positions, (T, H), the input of out_proj; updates ``cached`` in place. projected: (T, 3 H), of
-        in_proj."""
-        b, c, x = projected.chunk(3, dim=-1)
-        inputs = torch.cat((cached.inputs, b * x))
-        cached.inputs.copy_(inputs[len(x) :])
-        return c * functional.conv1d(inputs.t()[None], self.kernel, self.bias, groups=x.shape[1])[0].t()
-
-
-@dataclass(frozen=True)
-class MambaWeights:
-    """A Mamba-2 block's weights except its projections."""
-
-    config: Mamba2
-    kernel: Tensor  # (mixed_size, 1, taps)
-    dt_bias: Tensor  # (heads,)
-    log_rate: Tensor  # (heads,)
-    skip: Tensor  # (heads,), factor of a head's values in its output
-    norm: Tensor  # (inner,), over each group's outputs
-    eps: float
-    bias: Tensor | None = None  # (mixed_size,), of the convolution
-
-    def __call__(self, projected: Tensor, cached: RecurrentState) -> Tensor:
-        """The next T positions, (T, inner), the input of out_proj; updates ``cached`` in place. projected: of in_proj."""
-        mamba, wide, count = self.config, float_dtype(projected.dtype), len(projected)
-        gate, mixed, steps = projected.split((mamba.inner, mamba.mixed_size, mamba.heads), dim=-1)
-        inputs = torch.cat((cached.inputs, mixed))
-        cached.inputs.copy_(inputs[count:])
-        convolved = functional.conv1d(inputs.t()[None], self.kernel, self.bias, groups=mamba.mixed_size)[0].t()
-        of_group = mamba.groups * mamba.state_dim
-        x, b, c = functional.silu(convolved).to(wide).split((mamba.inner, of_group, of_group), dim=-1)
-        x = x.reshape(count, mamba.heads, -1).transpose(0, 1)
-        each = mamba.heads // mamba.groups
-        b, c = (p.reshape(count, mamba.groups, -1).transpose(0, 1).repeat_interleave(each, dim=0) for p in (b, c))
-        dt = functional.softplus(steps + self.dt_bias).to(wide).t()
-        log_decay = -self.log_rate.to(wide).exp()[:, None] * dt
-        out = _scan(c, b, x * dt[..., None], log_decay, cached.state) + self.skip.to(wide)[:, None, None] * x
-        gated = out.transpose(0, 1).reshape(count, -1).to(projected.dtype).to(wide) * functional.silu(gate.to(wide))
-        groups = gated.view(count, mamba.groups, -1)
-        normed = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.norm * normed.reshape(count, -1).to(projected.dtype)
-
-
-def _scan(c: Tensor, b: Tensor, x: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
-    """The selective scan over T positions, in chunks: state = decay * state + b x', output c state; updates ``state`` (heads,
-    state_dim, head_dim) in place. b, c: (heads, T, state_dim); x, output: (heads, T, head_dim); log_decay: (heads, T)."""
-    outputs = []
-    for c_, b_, x_, decay in zip(*(part.split(_CHUNK, dim=1) for part in (c, b, x, log_decay)), strict=True):
-        total = decay.cumsum(1)[..., None]
-        decays = (total - total.transpose(1, 2)).tril().exp().tril()  # (heads, T, T): from position j to i
-        outputs.append(total.exp() * (c_ @ state) + ((c_ @ b_.transpose(1, 2)) * decays) @ x_)
-        last = total[:, -1:]
-        state.copy_(last.exp() * state + ((last - total).exp() * b_).transpose(1, 2) @ x_)
-    return torch.cat(outputs, dim=1)
-
-
-def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The gated delta rule over T positions, in chunks: returns (heads, T, value_dim), updates ``state`` (heads, key_dim,
-    value_dim) in place. q, k: (heads, T, key_dim), k of norm 1; v: (heads, T, value_dim); log_decay <= 0, beta in
-    [0, 1]: (heads, T)."""
-    outputs = []
-    for chunk in zip(*(part.split(_CHUNK, dim=1) for part in (q, k, v, log_decay, beta)), strict=True):
-        q_, k_, v_, decay, beta_ = chunk
-        total = decay.cumsum(1)[..., None]  # G
-        decays = (total - total.transpose(1, 2)).tril().exp().tril()  # (heads, T, T): from position j to i
-        rhs = beta_[..., None] * (v_ - total.exp() * (k_ @ state))
-        system = beta_[..., None] * (k_ @ k_.transpose(1, 2)) * decays
-        added = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
-        outputs.append(total.exp() * (q_ @ state) + ((q_ @ k_.transpose(1, 2)) * decays) @ added)
-        last = total[:, -1:]
-        state.copy_(last.exp() * state + ((last - total).exp() * k_).transpose(1, 2) @ added)
-    return torch.cat(outputs, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)

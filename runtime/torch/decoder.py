@@ -18,7 +18,8 @@ from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_p
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder
-from .block import Block, MaskedLinear, Norm, PerLayer, finish_logits, norm_embedding, read_spec, roles_of
+from .block import Block, MaskedLinear, PerLayer, finish_logits, norm_embedding, read_spec, roles_of
+from .mixers import Norm
 
 
 class TorchDecoder(Decoder):
