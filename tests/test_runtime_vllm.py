@@ -401,7 +401,13 @@ def test_a_family_that_vllm_runs_by_transformers_classes(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "changes"), [("qwen2", {"hidden_size": 128}), ("qwen3", {"head_dim": 32}), ("mistral", {"head_dim": 32})]
+    ("name", "changes"),
+    [
+        ("qwen2", {"hidden_size": 128}),
+        ("qwen3", {"head_dim": 32}),
+        ("mistral", {"head_dim": 32}),
+        ("phi3", {"hidden_size": 128}),
+    ],
 )
 def test_families_whose_blocks_one_operator_computes(
     python: str, name: str, changes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

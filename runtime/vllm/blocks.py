@@ -259,8 +259,6 @@ def _why_not(layer: Any) -> str | None:
         return "norms that depend on a time"
     if not all(getattr(linear, "wisparse_joins", False) for linear in _linears(layer)):
         return "projections of another method, several cards, or drafts that read hidden states"
-    if len(layer.mlp.gate_up_proj.wisparse_layer.widths) != 2:
-        return "gate and up stored as one projection"
     if type(layer.mlp.act_fn).__name__ not in _ACTIVATIONS:
         return f"activation {type(layer.mlp.act_fn).__name__}"
     return _why_not_norm(layer.input_layernorm) or _why_not_norm(layer.post_attention_layernorm)

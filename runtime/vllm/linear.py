@@ -67,6 +67,7 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         # It reads the product of activation and up: a compiler fuses the mask into that.
         self._ahead = of.prefix.endswith(".down_proj") and len(of.masks) == 1 and of.packing is None
         self._widths: list[int] = []
+        self._parts = 1  # of a stored projection that a block's operator reads as several, with the same mask
         self._in_features, self._split, self._dtype = 0, False, torch.float32
         self._other: tuple[Any, torch.nn.Module] | None = None
 
@@ -91,6 +92,8 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
                     "the bundle is of another model"
                 )
         self._widths = list(output_partition_sizes) if of.count > 1 else [sum(output_partition_sizes)]
+        if of.joins and of.prefix.endswith(".gate_up_proj"):
+            self._parts = outputs // of.count
         self._in_features, self._split = input_size_per_partition, input_size_per_partition != input_size
         self._dtype = params_dtype
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
@@ -109,22 +112,28 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Lay the weights out channel-major, with scales and thresholds beside them."""
-        of, k, count = self._of, self._in_features, len(self._widths)
+        of, k, stored = self._of, self._in_features, self._widths
         if hasattr(layer, "wisparse_layer"):
             raise UsageError(
                 f"{of.prefix}: with the plug-in weights cannot be loaded again into a running engine; start a new one"
             )
         # A layer split along its inputs has a slice of them here.
         first = layer.tp_rank * k if self._split else 0
+        self._widths = [width // self._parts for width in stored for _ in range(self._parts)]
+        count = len(self._widths)
         scales, thresholds = torch.ones(count, k, dtype=torch.float32), torch.zeros(count, dtype=torch.float32)
         if of.masks:
-            scales, thresholds = mask_tensors(of.masks, slice(first, first + k))
+            masks = [mask for mask in of.masks for _ in range(self._parts)]
+            scales, thresholds = mask_tensors(masks, slice(first, first + k))
         many: Callable[[Tensor, Tensor | None], Tensor] | None = None
         codes: _Codes = ("", None, None)
         loaded = {name: value.data for name, value in layer.named_parameters(recurse=False) if name != "bias"}
         if of.packing is not None:
             many = None if self._other is None else self._fill_other(*self._other, loaded)
-            matrices = list(read_matrices(loaded, of.packing, of.prefix, self._widths, k, first))
+            matrices = list(read_matrices(loaded, of.packing, of.prefix, stored, k, first))
+            if self._parts > 1:
+                (matrix,), (width, *_) = matrices, self._widths
+                matrices = [matrix.rows(i, i + width) for i in range(0, self._parts * width, width)]
             codes = self._store_codes(layer, matrices, loaded, planes=len(thresholds) // count)
         elif of.rounded:
             codes = self._store_codes(layer, [round_weight(loaded["weight"], "int8")], loaded, planes=1)
