@@ -155,12 +155,11 @@ def candidates(linear: LinearShape, rows: int, gpu: Gpu) -> list[Tile]:
                     dealt = max(1, round(chunks * count_tiles(widths, block_n) * warps / (processors * each)))
                     splits = min(-(-chunks // dealt), 64)
                     ways = ((2, 1), (2, 2), (4, 1), (1, 3)) if group else ((4, 1), (2, 2), (4, 2))
-                    for unroll, stages in ((2, 2), (2, 3), (4, 1)) if most else ways:
+                    for unroll, stages in ((4, 1), (8, 1)) if most else ways:
                         if many and words * unroll * stages > 16:
                             continue
-                        found.append(
-                            Tile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
-                        )
+                        tile = Tile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
+                        found += [replace(tile, registers=registers) for registers in ((0, 168) if most else (0,))]
     spinning = [replace(tile, reducers=tables.most_reducers(gpu, widths, tile)) for tile in found]
     if kind == "none":
         return list(dict.fromkeys([*found, *spinning]))

@@ -113,7 +113,8 @@ def launched(arch: int, launch: Callable[[], object]) -> dict[str, Any]:
             for i, (parameter, value) in enumerate(zip(kernel.params, given, strict=True))
         }
         source = ASTSource(kernel, signature, values, attrs)
-        warps = {"num_warps": options.get("num_warps", 4)}
+        given_options = {"num_warps": 4, "maxnreg": None} | options
+        warps = {name: given_options[name] for name in ("num_warps", "maxnreg")}
         found[kernel.__name__] = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=warps)
 
     with patch.object(JITFunction, "run", compile_kernel):

@@ -86,6 +86,7 @@ def launch_linear(
             *shared, routing, problem, launch, product.packed, chosen, **options
         )
     elif product.packed is not None:
+        options["maxnreg"] = tile.registers or None
         packed_gemv_kernel[(product.programs,)](*shared, problem, launch, product.packed, **options)
     else:
         kernel = sparse_gemv_kernel if product.kernel == "sparse_gemv" else fused_gemm_kernel

@@ -33,12 +33,17 @@ columns among them. For one or two rows the kept channels are compacted into an 
 group has a slot of its own, and a pipeline stage never spans two slots. More rows read all channels, with x in shared
 memory, in tiles of as many channels as fit. At the end of a slot its accumulators are scaled and added to the result.
 
+With more than 16 rows registers are short. int4 weights in bf16 are multiplied by their scales before the product and
+rounded, as by ``weights.widen``, and scales of whole rows are applied at the end, so that one set of accumulators is
+enough; a step's words are loaded into the registers of the step just multiplied.
+
 Bytes: kept channels * N * bits / 8 + 4 N K / group of scales. Twins: ``QuantizedMatrix.dequantise`` and
 ``reference.sparse_linear``.
 """
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 from typing import NamedTuple
 
@@ -57,7 +62,7 @@ from .channels import (
 )
 from .common import gdc_launch, gdc_wait, issue_loads, smem_alloc, smem_barrier, smem_load, smem_store
 from .reduction import reduce_tile, store_partial, store_partial4
-from .weights import BLOCK, INT4_ZERO, quant_columns
+from .weights import BLOCK, INT4_ZERO, ZERO, quant_columns
 
 INT8_OFFSET = 128  # an int8 code is (bits xor 128) - 128
 _SMALLEST = {"bfloat16": -133, "float16": -24}  # exponent of the smallest subnormal
@@ -77,19 +82,27 @@ class PackedConfig(NamedTuple):
     x_tiles: int  # tiles of launch.segment channels in which x is stored to shared memory; 1 with an index list
     lane_words: int  # int32 words that a lane loads of each channel
     steps: int  # mma steps of 16 channels in a pipeline stage
-    stages: int  # pipeline stages in flight
+    stages: int  # pipeline stages in flight; 1 with more than 16 rows
     replicas: int  # of each row among mma's eight
     word_acc: int  # accumulators of a word
     value_scale: float  # factor of x
     unit: float  # ``code_unit``
     load: tuple[str, str]  # PTX and its constraints: ``load_source``
+    scaled: bool  # weights are multiplied by their scales, and rounded, before the product: no second accumulators
     product: tuple[str, str]  # ``product_source``
     total: tuple[str, str]  # ``sum_source``; "" if no sum of x is needed
+    scale: tuple[str, str]  # ``scale_source``
 
 
 def code_unit(quant: str, dtype: str) -> float:
     """An accumulator is code_unit * sum(q * x), of int4's odd columns 16 times that."""
     return VALUE_SCALE[dtype] * 2.0 ** (-_FP8[dtype][1] if quant == "fp8" else _SMALLEST[dtype])
+
+
+# Factor of the scales where weights are scaled before the product: bfloat16 holds scales from 2^-93 to 2^27, and an
+# accumulator is SCALED_UNIT * sum(w * x).
+_SCALE = 2.0**100
+SCALED_UNIT = _SCALE * 2.0 ** _SMALLEST["bfloat16"]
 
 
 def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str, str]:
@@ -115,14 +128,16 @@ def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str
     return " ".join(lines) + " }", ",".join(["=r"] * n + ["r", "l", "r"])
 
 
-def product_source(quant: str, dtype: str, row_tiles: int) -> tuple[str, str]:
+def product_source(quant: str, dtype: str, row_tiles: int, scaled: bool = False) -> tuple[str, str]:
     """PTX and constraints that multiply one word of each of four channels by x and accumulate. Out: the accumulators:
     for each of ``row_tiles`` tiles of eight rows, for each two columns of the word, those of the first column's two
-    rows and of the second's; in: the four words, x's two registers of each row tile, the accumulators before."""
+    rows and of the second's; in: the four words, x's two registers of each row tile, the accumulators before, and if
+    ``scaled`` for each column two registers of `scale_source`."""
     pairs = 4 if quant == "int4" else 2
     outputs = 4 * pairs * row_tiles
     word = [f"${outputs + c}" for c in range(4)]
     inputs = outputs + 4 + 2 * row_tiles
+    scales = inputs + outputs
     lines = ["{ .reg .b32 p<2>, s<2>, a<4>;"]
     for column in range(2 * pairs):
         byte = column // 2 if quant == "int4" else column
@@ -134,6 +149,9 @@ def product_source(quant: str, dtype: str, row_tiles: int) -> tuple[str, str]:
                 lines.append(f"prmt.b32 p{i}, {word[2 * i]}, {word[2 * i + 1]}, {selector};")
             if quant == "int4":
                 lines.append(f"and.b32 {out}, p{i}, {0x00F000F0 if column % 2 else 0x000F000F:#x};")
+                if scaled:
+                    factor, shift = (f"${scales + 2 * column + part}" for part in range(2))
+                    lines.append(f"fma.rn.bf16x2 {out}, {out}, {factor}, {shift};")
             elif quant == "int8":
                 lines.append(f"lop3.b32 {out}, p{i}, 0x00ff00ff, {INT8_OFFSET * 0x10001:#x}, 0x6a;")
             else:
@@ -145,7 +163,18 @@ def product_source(quant: str, dtype: str, row_tiles: int) -> tuple[str, str]:
             d, c = (", ".join(f"${first + acc + i}" for i in range(4)) for first in (0, inputs))
             x = f"{{${outputs + 4 + 2 * tile}, ${outputs + 5 + 2 * tile}}}"
             lines.append(_mma(dtype, d, "a0, a1, a2, a3", x, c))
-    return " ".join(lines) + " }", ",".join(["=f"] * outputs + ["r"] * (4 + 2 * row_tiles) + ["f"] * outputs)
+    types = ["=f"] * outputs + ["r"] * (4 + 2 * row_tiles) + ["f"] * outputs + ["r"] * (4 * pairs * scaled)
+    return " ".join(lines) + " }", ",".join(types)
+
+
+def scale_source() -> tuple[str, str]:
+    """PTX and constraints from int4 scales (float32) of an even and an odd column to two registers each, of twice a
+    bfloat16: a code's subnormal times the first, plus the second, is (q - 8) * scale * SCALED_UNIT, rounded."""
+    lines = ["{ .reg .f32 s;"]
+    for out, factor in enumerate((_SCALE, -ZERO["int4"] * SCALED_UNIT, _SCALE / 16, -ZERO["int4"] * SCALED_UNIT)):
+        bits = struct.pack(">f", factor).hex()
+        lines.append(f"mul.rn.f32 s, ${4 + out // 2}, 0f{bits}; cvt.rn.bf16x2.f32 ${out}, s, s;")
+    return " ".join(lines) + " }", "=r,=r,=r,=r,f,f"
 
 
 def sum_source(dtype: str) -> tuple[str, str]:
@@ -202,6 +231,9 @@ def packed_gemv_kernel(
     LISTED: tl.constexpr = packed.listed
     X_TILES: tl.constexpr = packed.x_tiles
     GROUPED: tl.constexpr = problem.group < K
+    MANY: tl.constexpr = BATCH > 16
+    APART: tl.constexpr = not MANY or (GROUPED and not packed.scaled)  # each slot has accumulators of its own
+    ZEROS: tl.constexpr = weights.quant_zeros is not None
     EACH: tl.constexpr = 8 if problem.quant == "int4" else 4
     COLUMNS: tl.constexpr = packed.lane_words * EACH  # that a lane loads
     OUT_COLUMNS: tl.constexpr = COLUMNS // packed.replicas  # whose accumulators it scales and stores
@@ -209,10 +241,11 @@ def packed_gemv_kernel(
     LANE_ROWS: tl.constexpr = 1 if BATCH == 1 else 2  # of each row tile, whose accumulators a lane has
     ROWS: tl.constexpr = 8 // packed.replicas  # different rows of a row tile
     # Neighbouring values of x that a thread stores at once.
-    RUN: tl.constexpr = min(4, max(1, SEGMENT // (32 * launch.warps))) if BATCH > 16 else 1
+    RUN: tl.constexpr = min(4, max(1, SEGMENT // (32 * launch.warps))) if MANY else 1
     BLOCK_K: tl.constexpr = 16 * packed.steps  # channels of a pipeline stage
-    STAGE_WORDS: tl.constexpr = 4 * packed.lane_words * packed.steps  # that a lane loads
+    STEPS: tl.constexpr = packed.steps
     STAGES: tl.constexpr = packed.stages
+    STEP_WORDS: tl.constexpr = 4 * packed.lane_words  # that a lane loads
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
     of = tile_columns(program % launch.tiles, program // launch.tiles, problem, BLOCK_N)
@@ -255,12 +288,13 @@ def packed_gemv_kernel(
         index = 4 * t
         kept_at = base
         values = base
-    # Prefetch the first stages. Without an index list they do not depend on x and overlap the wait for it.
-    prefetched = ()
-    prefetch_at = split * 0
+    # The first stages. Without an index list they do not depend on x: their loads overlap the wait for it.
+    codes = ()
+    following = split * 0
     for _ in tl.static_range(STAGES):
-        prefetched = prefetched + _load_codes(index, word_at, limit, prefetch_at, split, launch, packed)
-        prefetch_at = _next_stage(prefetch_at, kept_at, GROUPED, launch, packed)
+        for step in tl.static_range(STEPS):
+            codes = codes + _load_codes(index, word_at, limit, following + 16 * step, split, launch, packed)
+        following = _next_stage(following, kept_at, GROUPED, launch, packed)
     if not LISTED and X_TILES == 1:
         values = store_inputs(
             base, inputs, channels, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
@@ -271,8 +305,11 @@ def packed_gemv_kernel(
     row_at = tl.minimum(g % ROWS, BATCH - 1) * (2 * LENGTH) + 8 * t
     values += row_at
     sums = _zeros(thread, OUT_COLUMNS * ROW_TILES * LANE_ROWS)
+    acc = _zeros(thread, packed.lane_words * EACH * 2 * ROW_TILES)
+    x_sums = _zeros(thread, 4 * ROW_TILES)
     for slot in range(slots):
         scales = next_scales
+        factors = _scale_factors(scales, OUT_COLUMNS, packed)
         first = slot * SLOT
         last = first + tl.minimum(count - first, SLOT)
         if LISTED:
@@ -290,18 +327,31 @@ def packed_gemv_kernel(
             next_scales = _load_scales(
                 weights, scale_at, in_range, slot + 1, split, OUT_COLUMNS, problem, launch, packed
             )
-        acc = _zeros(thread, packed.lane_words * EACH * 2 * ROW_TILES)
-        x_sums = _zeros(thread, 4 * ROW_TILES)
+        if APART:
+            acc = _zeros(thread, packed.lane_words * EACH * 2 * ROW_TILES)
+            x_sums = _zeros(thread, 4 * ROW_TILES)
         for at in range(first, last, BLOCK_K):
-            codes = prefetched[:STAGE_WORDS]
-            loaded = _load_codes(index, word_at, limit, prefetch_at, split, launch, packed)
-            prefetched = prefetched[STAGE_WORDS:] + loaded
-            prefetch_at = _next_stage(prefetch_at, kept_at, GROUPED, launch, packed)
-            issue_loads(program)
-            acc, x_sums = _multiply(acc, x_sums, codes, values, at - tile_start, LENGTH, BATCH, g, packed)
-        sums = _add_scaled(
-            sums, acc, x_sums, scales, replica, OUT_COLUMNS, LANE_ROWS, weights.quant_zeros is not None, problem, packed
-        )
+            # A stage is loaded before the one in front of it is multiplied; or, of many rows, step by step into the
+            # registers of the step just multiplied, which takes half as many.
+            loaded = ()
+            if not MANY:
+                for step in tl.static_range(STEPS):
+                    loaded = loaded + _load_codes(index, word_at, limit, following + 16 * step, split, launch, packed)
+                issue_loads(program)
+            for step in tl.static_range(STEPS):
+                x_at = at - tile_start + 16 * step
+                step_codes = codes[:STEP_WORDS]
+                acc, x_sums = _multiply(acc, x_sums, step_codes, factors, values, x_at, LENGTH, BATCH, g, packed)
+                codes = codes[STEP_WORDS:]
+                if MANY:
+                    codes = codes + _load_codes(index, word_at, limit, following + 16 * step, split, launch, packed)
+                    issue_loads(program)
+            codes = codes + loaded
+            following = _next_stage(following, kept_at, GROUPED, launch, packed)
+        if APART:
+            sums = _add_scaled(sums, acc, x_sums, scales, replica, OUT_COLUMNS, LANE_ROWS, ZEROS, problem, packed)
+    if not APART:
+        sums = _add_scaled(sums, acc, x_sums, next_scales, replica, OUT_COLUMNS, LANE_ROWS, ZEROS, problem, packed)
     if LISTED and launch.trigger == 2:
         gdc_launch(problem.pdl)
 
@@ -384,62 +434,71 @@ def _next_stage(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed
 
 @triton.jit
 def _load_codes(index, word_at, limit, at, split, launch: tl.constexpr, packed: tl.constexpr):
-    """A lane's words of the stage at ``at``: step by step, of each step its four channels'."""
+    """A lane's words of the step at ``at``, of each of its four channels."""
     LOAD: tl.constexpr = packed.load[0]
     CONSTRAINTS: tl.constexpr = packed.load[1]
-    STEP_WORDS: tl.constexpr = 4 * packed.lane_words
-    STEPS: tl.constexpr = packed.steps
-    codes = ()
-    for step in tl.static_range(STEPS):
-        if packed.listed:
-            channel_at = index + (at + 16 * step) * 4
-        else:
-            channel_at = index + segment_channel(at + 16 * step, split, launch.splits, launch.chunk)
-        codes = codes + tl.inline_asm_elementwise(
-            LOAD, CONSTRAINTS, [channel_at, word_at, limit], dtype=(tl.int32,) * STEP_WORDS, is_pure=False, pack=1
-        )
-    return codes
+    WORDS: tl.constexpr = 4 * packed.lane_words
+    channel_at = index + (at * 4 if packed.listed else segment_channel(at, split, launch.splits, launch.chunk))
+    return tl.inline_asm_elementwise(
+        LOAD, CONSTRAINTS, [channel_at, word_at, limit], dtype=(tl.int32,) * WORDS, is_pure=False, pack=1
+    )
 
 
 @triton.jit
-def _multiply(acc, x_sums, codes, values, at, LENGTH: tl.constexpr, BATCH: tl.constexpr, g, packed: tl.constexpr):
-    """Accumulate a stage's products, and its sums of x if zero points need them; ``at``: its position in ``values``."""
+def _scale_factors(scales, COUNT: tl.constexpr, packed: tl.constexpr):
+    """The registers of ``scale_source`` for each of a lane's COUNT columns; none where weights are not scaled before."""
+    factors = ()
+    if packed.scaled:
+        SOURCE: tl.constexpr = packed.scale[0]
+        CONSTRAINTS: tl.constexpr = packed.scale[1]
+        for i in tl.static_range(0, COUNT, 2):
+            factors += tl.inline_asm_elementwise(
+                SOURCE, CONSTRAINTS, [scales[i], scales[i + 1]], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+            )
+    return factors
+
+
+@triton.jit
+def _multiply(
+    acc, x_sums, codes, factors, values, at, LENGTH: tl.constexpr, BATCH: tl.constexpr, g, packed: tl.constexpr
+):
+    """Accumulate a step's products, and its sums of x if zero points need them; ``at``: its position in ``values``."""
     WORDS: tl.constexpr = packed.lane_words
+    WORD_FACTORS: tl.constexpr = 16 if packed.scaled else 0
     WORD_ACC: tl.constexpr = packed.word_acc
-    STEPS: tl.constexpr = packed.steps
     ROW_TILES: tl.constexpr = (BATCH + 7) // 8
     PRODUCT: tl.constexpr = packed.product[0]
     PRODUCT_CONSTRAINTS: tl.constexpr = packed.product[1]
     TOTAL: tl.constexpr = packed.total[0]
     TOTAL_CONSTRAINTS: tl.constexpr = packed.total[1]
-    for step in tl.static_range(STEPS):
-        x = ()
+    x = ()
+    for row_tile in tl.static_range(ROW_TILES):
+        x_at = values + at * 2
+        if row_tile > 0:
+            x_at += (tl.minimum(g, BATCH - 8 * row_tile - 1) + 8 * row_tile - g) * (2 * LENGTH)
+        x = x + tl.inline_asm_elementwise(
+            "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [x_at], dtype=(tl.int32,) * 2, is_pure=False, pack=1
+        )
+    new_acc = ()
+    for i in tl.static_range(WORDS):
+        operands = ()
+        for channel in tl.static_range(4):
+            operands += (codes[channel * WORDS + i],)
+        operands = operands + x + acc[i * WORD_ACC : (i + 1) * WORD_ACC]
+        operands += factors[i * WORD_FACTORS : (i + 1) * WORD_FACTORS]
+        new_acc = new_acc + tl.inline_asm_elementwise(
+            PRODUCT, PRODUCT_CONSTRAINTS, operands, dtype=(tl.float32,) * WORD_ACC, is_pure=False, pack=1
+        )
+    new_sums = ()
+    if TOTAL != "":
         for row_tile in tl.static_range(ROW_TILES):
-            x_at = values + (at + 16 * step) * 2
-            if row_tile > 0:
-                x_at += (tl.minimum(g, BATCH - 8 * row_tile - 1) + 8 * row_tile - g) * (2 * LENGTH)
-            x = x + tl.inline_asm_elementwise(
-                "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [x_at], dtype=(tl.int32,) * 2, is_pure=False, pack=1
+            operands = x[2 * row_tile : 2 * row_tile + 2] + x_sums[4 * row_tile : 4 * row_tile + 4]
+            new_sums = new_sums + tl.inline_asm_elementwise(
+                TOTAL, TOTAL_CONSTRAINTS, operands, dtype=(tl.float32,) * 4, is_pure=False, pack=1
             )
-        new_acc = ()
-        for i in tl.static_range(WORDS):
-            operands = ()
-            for channel in tl.static_range(4):
-                operands += (codes[(step * 4 + channel) * WORDS + i],)
-            operands = operands + x + acc[i * WORD_ACC : (i + 1) * WORD_ACC]
-            new_acc = new_acc + tl.inline_asm_elementwise(
-                PRODUCT, PRODUCT_CONSTRAINTS, operands, dtype=(tl.float32,) * WORD_ACC, is_pure=False, pack=1
-            )
-        acc = new_acc
-        if TOTAL != "":
-            new_sums = ()
-            for row_tile in tl.static_range(ROW_TILES):
-                operands = x[2 * row_tile : 2 * row_tile + 2] + x_sums[4 * row_tile : 4 * row_tile + 4]
-                new_sums = new_sums + tl.inline_asm_elementwise(
-                    TOTAL, TOTAL_CONSTRAINTS, operands, dtype=(tl.float32,) * 4, is_pure=False, pack=1
-                )
-            x_sums = new_sums
-    return acc, x_sums
+    else:
+        new_sums = x_sums
+    return new_acc, new_sums
 
 
 @triton.jit
@@ -499,11 +558,14 @@ def _add_scaled(
                 for other in tl.static_range(1, REPLICAS):
                     of_other = _accumulator(acc, other * OUT_COLUMNS + i, lane_row, row_tile, EACH, ROW_TILES)
                     value = tl.where(replica == other, of_other, value)
-                value = value * (ODD if INT4 and i % 2 == 1 else EVEN)
-                if problem.quant != "fp8":
-                    zero = scales[OUT_COLUMNS + i] if ZEROS else DEFAULT_ZERO
-                    value -= (zero if INT4 else _INT8_OFFSET + zero) * (x_sums[4 * row_tile + lane_row] * EVEN)
-                added += (sums[(row_tile * LANE_ROWS + lane_row) * OUT_COLUMNS + i] + scales[i] * value,)
+                if packed.scaled:
+                    added += (value * EVEN,)
+                else:
+                    value = value * (ODD if INT4 and i % 2 == 1 else EVEN)
+                    if problem.quant != "fp8":
+                        zero = scales[OUT_COLUMNS + i] if ZEROS else DEFAULT_ZERO
+                        value -= (zero if INT4 else _INT8_OFFSET + zero) * (x_sums[4 * row_tile + lane_row] * EVEN)
+                    added += (sums[(row_tile * LANE_ROWS + lane_row) * OUT_COLUMNS + i] + scales[i] * value,)
     return added
 
 

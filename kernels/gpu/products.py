@@ -219,7 +219,8 @@ def fused_product(
 
 
 def _config(shape: LinearShape, tile: Tile, segment: int, length: int, smem: str, **changes: int) -> LaunchConfig:
-    fields = {name: value for name, value in asdict(tile).items() if name not in ("early", "block_m")} | changes
+    of_launch = ("early", "block_m", "registers")
+    fields = {name: value for name, value in asdict(tile).items() if name not in of_launch} | changes
     grid = count_tiles(shape.widths, tile.block_n)
     return LaunchConfig(tiles=grid, segment=segment, length=length, smem=smem, reduce_splits=0, **fields)
 
@@ -265,7 +266,7 @@ def _packed_launch(shape: LinearShape, tile: Tile, rows: int) -> tuple[PackedCon
     chunk = triton.cdiv(tile.chunk, multiple) * multiple
     channels = triton.cdiv(triton.cdiv(k, chunk), tile.splits) * chunk
     steps = 1
-    while 2 * steps <= min(tile.unroll, 4) and (not grouped or 32 * steps <= group):
+    while 2 * steps <= min(tile.unroll, 4 if rows <= 16 else 8) and (not grouped or 32 * steps <= group):
         steps *= 2
     block_k = 16 * steps
     segment = triton.next_power_of_2(max(channels, block_k))
@@ -274,7 +275,7 @@ def _packed_launch(shape: LinearShape, tile: Tile, rows: int) -> tuple[PackedCon
     length = triton.cdiv(triton.cdiv(channels, block_k) * block_k + block_k - 16, 64) * 64 + 16
     listed, x_tiles = not shape.dense and rows <= 2, 1
     # Triton's own part, to reduce the splits of up to eight rows at a time; of 48 KiB, less what it aligns.
-    reducing = 512 * tile.warps * min(8, triton.next_power_of_2(rows))
+    reducing = 512 * tile.warps * min(8, triton.next_power_of_2(rows)) if rows <= 16 else 2048 * tile.warps
     limit = min(SMEM_LIMIT, 47 * 1024 - reducing)
     if not listed and 2 * rows * length > limit:
         segment = 1 << ((limit // (2 * rows) - 16).bit_length() - 1)
@@ -298,14 +299,19 @@ def _packed_launch(shape: LinearShape, tile: Tile, rows: int) -> tuple[PackedCon
         if refused:
             return None, None, why
     row_tiles = triton.cdiv(rows, 8)
+    # With many rows two sets of accumulators would take too many registers.
+    scaled = rows > 16 and shape.quant == "int4" and grouped and not shape.zeros and dtype == "bfloat16"
+    factor, unit = packed_gemv.VALUE_SCALE[dtype], packed_gemv.code_unit(shape.quant, dtype)
+    if scaled:
+        factor, unit = 1.0, packed_gemv.SCALED_UNIT
     different = max(2, triton.next_power_of_2(min(rows, 8)))  # rows of mma's eight
     packed = PackedConfig(
-        listed, slot, x_tiles, lane_words, steps, tile.stages, 8 // different,
+        listed, slot, x_tiles, lane_words, steps, tile.stages if rows <= 16 else 1, 8 // different,
         4 * (4 if shape.quant == "int4" else 2) * row_tiles,
-        packed_gemv.VALUE_SCALE[dtype], packed_gemv.code_unit(shape.quant, dtype),
-        packed_gemv.load_source(lane_words, shape.stride, listed, k % 16 == 0),
-        packed_gemv.product_source(shape.quant, dtype, row_tiles),
-        packed_gemv.sum_source(dtype) if shape.quant != "fp8" else ("", ""),
+        factor, unit, packed_gemv.load_source(lane_words, shape.stride, listed, k % 16 == 0), scaled,
+        packed_gemv.product_source(shape.quant, dtype, row_tiles, scaled),
+        packed_gemv.sum_source(dtype) if shape.quant != "fp8" and not scaled else ("", ""),
+        packed_gemv.scale_source(),
     )  # fmt: skip
     # The tile's other fields are in PackedConfig or unused: at their defaults they cause no recompilation.
     bare = Tile(tile.block_n, 1, tile.splits, tile.warps, chunk=chunk, trigger=tile.trigger, reducers=tile.reducers)

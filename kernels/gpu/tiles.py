@@ -52,18 +52,20 @@ class Tile:
     block_k: int = 2  # rows of weight_t loaded at a time; fused_gemm: channels of a block; packed: unused
     splits: int = 8
     warps: int = 4
-    stages: int = 1  # fused_gemm: num_stages of the K loop; packed: pipeline stages in flight
+    stages: int = 1  # fused_gemm: num_stages of the K loop; packed, up to 16 rows: pipeline stages in flight
     chunk: int = 8  # splits get channels round-robin, this many at a time
-    unroll: int = 4  # loads of block_k rows in flight; packed: mma steps of 16 channels in a stage, at most 4
+    # Loads of block_k rows in flight; packed: mma steps of 16 channels in a stage, at most 4, with more than 16 rows 8.
+    unroll: int = 4
     trigger: int = 1  # griddepcontrol.launch_dependents: 1 at the start of a program, 2 after its product
     early: bool = True  # launch with programmatic dependent launch
     lead: int = 0  # dense: steps of unroll * block_k rows loaded before the inputs arrive
     reducers: int = 0  # spinning reducers of a tile, a power of two; 0: the last program to arrive reduces
     block_m: int = 16  # gemm: rows of x; else unused
+    registers: int = 0  # packed: most registers of a thread, so that more programs run at once; 0: no limit
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = 0 if name in ("lead", "reducers", "early") else 1
+            least = 0 if name in ("lead", "reducers", "early", "registers") else 1
             if not isinstance(value, bool if name == "early" else int) or value < least:
                 raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
             if name in ("block_n", "block_k", "warps", "block_m") and value & (value - 1):
