@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,7 +81,7 @@ def launch_linear(
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
     shared = inputs, weights, output, scratch.workspace(product), eps, ssq_parts
-    options = {"num_warps": tile.warps, "launch_pdl": problem.pdl and tile.early}
+    options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": problem.pdl and tile.early}
     if routing is not None:
         chosen = routing.expert.shape[1]
         expert_gemv_kernel[(product.programs, product.pairs)](
