@@ -16,8 +16,8 @@ import torch
 from wisparse.formats.architectures import WRAPPERS
 from wisparse.formats.bundle import scale_shapes
 from wisparse.formats.checkpoint import read_config
+from wisparse.formats.config_fields import GENERATION_CONFIG, sampling_defaults
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
-from wisparse.formats.generation_config import FILE, sampling_defaults
 from wisparse.formats.guard import find_gguf, parse_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, is_public
 from wisparse.formats.machine import available_bytes, choose_device, shown_bytes
@@ -219,10 +219,14 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             check_folder(settings.state_dir)
         # Reading raises an error for a file that the bundle cannot have.
         copied = dict(copied_files(source.folder, UnsupportedModelError))
-        ignored = sampling_defaults(parse_json(copied.get(FILE, b"{}"), FILE, UnsupportedModelError))[1]
+        ignored = sampling_defaults(
+            parse_json(copied.get(GENERATION_CONFIG, b"{}"), GENERATION_CONFIG, UnsupportedModelError)
+        )[1]
         if ignored:
             _log.warning(
-                "%s: not supported, so ignored: %s", FILE, ", ".join(f"{k} {v!r:.40}" for k, v in ignored.items())
+                "%s: not supported, so ignored: %s",
+                GENERATION_CONFIG,
+                ", ".join(f"{k} {v!r:.40}" for k, v in ignored.items()),
             )
         stage.advance()
         if source.commit is None or source.gguf is not None:

@@ -15,8 +15,8 @@ from typing import Any, Unpack, overload
 
 from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.config_fields import GENERATION_CONFIG, SAMPLING_FIELDS, sampling_defaults
 from wisparse.formats.errors import UsageError, WisparseError
-from wisparse.formats.generation_config import FILE, SAMPLING_FIELDS, sampling_defaults
 from wisparse.formats.model_config import ModelConfig
 
 from .choice import Choice
@@ -309,9 +309,9 @@ class Model(AbstractContextManager["Model"]):
         return {"temperature": 0.0 if n == 1 else 1.0, **self.sampling_defaults, **chosen}
 
     def _read_sampling_defaults(self) -> dict[str, Any]:
-        defaults, ignored = sampling_defaults(read_json(self.bundle, FILE))
+        defaults, ignored = sampling_defaults(read_json(self.bundle, GENERATION_CONFIG))
         if ignored:
-            log.info("%s: not supported: %s", FILE, ", ".join(ignored))
+            log.info("%s: not supported: %s", GENERATION_CONFIG, ", ".join(ignored))
         size, stops = self.config.vocab_size, [[token] for token in self.stop_ids]
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             defaults[name] = [token for token in defaults.get(name, ()) if token < size]

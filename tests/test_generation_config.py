@@ -16,7 +16,7 @@ import wisparse
 from wisparse import ContextLengthError, Model, UsageError
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings
-from wisparse.formats.generation_config import sampling_defaults
+from wisparse.formats.config_fields import sampling_defaults
 from wisparse.formats.machine import shown_bytes
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.logits import LogitsProcessor

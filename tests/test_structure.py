@@ -159,7 +159,7 @@ def test_names_that_are_public() -> None:
 
 
 def test_a_stream_takes_what_generate_takes() -> None:
-    from wisparse.formats.generation_config import SAMPLING_FIELDS
+    from wisparse.formats.config_fields import SAMPLING_FIELDS
     from wisparse.runtime.generation.request import GenerationArguments, GenerationSettings
     from wisparse.runtime.model import Model
 

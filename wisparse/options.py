@@ -16,8 +16,8 @@ from click.shell_completion import CompletionItem
 
 from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.config_fields import GENERATION_CONFIG, SAMPLING_FIELDS
 from wisparse.formats.errors import UsageError, printable
-from wisparse.formats.generation_config import FILE, SAMPLING_FIELDS
 from wisparse.formats.guard import WANTED_BUNDLE, expand, find_folder, parse_json, place, quoted, read_bounded, shown
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.manifest import bits_of
@@ -132,7 +132,9 @@ save_option = click.option("--save", is_flag=True, help=_SAVE)
 _BACKEND = "Implementation of the model; auto is the fastest that supports this model on this machine."
 _KV_CACHE = "Type of the KV cache. One-byte types halve it; of these, int8 costs the least quality."
 _PREFILL = "Which tokens of the prompt are sparse: none, the last half, all. Those of the answer always are."
-_TEMPERATURE = f"0 is greedy decoding.  [default of this and the next four: the model's {FILE}, else greedy]"
+_TEMPERATURE = (
+    f"0 is greedy decoding.  [default of this and the next four: the model's {GENERATION_CONFIG}, else greedy]"
+)
 _TOP_P = "Sample from the most likely tokens that together have this probability."
 _MIN_P = "Drop tokens below this fraction of the highest probability."
 _PENALTY = "Above 1: makes tokens of prompt and answer less likely; 1 is off."
@@ -203,7 +205,12 @@ sampling_options = stacked(
         ("--n", click.IntRange(1, 64), 1, _N),
         ("--logprobs", click.IntRange(0, 100), None, _LOGPROBS),
         ("--json-schema", TextOrFile(), None, "The answer is JSON of this schema: its text, or @FILE."),
-        ("--grammar", TextOrFile(), None, "The answer follows this grammar, Lark or GBNF: its text, or @FILE."),
+        (
+            "--grammar",
+            TextOrFile(),
+            None,
+            "The answer follows this grammar, Lark or GBNF: its text, or @FILE.",
+        ),
     ),
     click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
     click.option("--system-prompt", help="System message, for models with a chat template."),
@@ -303,7 +310,7 @@ def describe_sampling(model: Model, given: dict[str, Any]) -> str:
         text = f"{len(value)} {name}" if isinstance(value, (list, tuple)) else f"{name} {value:g}"
         from_file = name in model.sampling_defaults and given.get(name) is None
         parts[from_file].append("greedy" if greedy and name == "temperature" else text)
-    texts = ", ".join(parts[False]), f"{', '.join(parts[True])} ({FILE})" if parts[True] else ""
+    texts = ", ".join(parts[False]), f"{', '.join(parts[True])} ({GENERATION_CONFIG})" if parts[True] else ""
     return "; ".join(filter(None, texts))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -187,17 +187,14 @@ class CpuDecoder(TorchDecoder):
         return torch.cat(read)
 
     @staticmethod
-    def attention(
-        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, *rest: Any) -> Tensor:
         """One prefix block of queries at a time, which bounds the scores' memory and makes results independent of
         chunks."""
         parts = []
         for first in range(0, q.shape[1], _PREFIX_BLOCK):
             some, at = q[:, first : first + _PREFIX_BLOCK], start + first
             stop = at + some.shape[1]
-            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window, sinks))
+            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, *rest))
         return torch.cat(parts, 1)
 
     def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:

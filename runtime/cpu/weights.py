@@ -99,9 +99,9 @@ class MappedMemory:
         log.warning(
             "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of "
             "them, about %.0f%% from disk at %.2f GB/s: expect up to %.2g tok/s",
-            self.num_bytes / 1e9, self.folder, free / 1e9, bytes_read / 1e9, 100 * missing, speed / 1e9,
-            speed / (bytes_read * missing),
-        )  # fmt: skip
+            *(self.num_bytes / 1e9, self.folder, free / 1e9, bytes_read / 1e9),
+            *(100 * missing, speed / 1e9, speed / (bytes_read * missing)),
+        )
 
 
 @dataclass(frozen=True)

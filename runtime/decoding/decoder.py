@@ -295,11 +295,10 @@ class Decoder(Executor, ABC):
         if weights == "native":
             self._drafting = self._with_masks(bundle.masks)
         else:
-            self._drafting = type(self)(
-                bundle, device=self.device, dtype=self.dtype, max_seq_len=self.max_seq_len, max_batch=self.max_batch,
-                weights=weights, kv_cache_dtype=self.kv_cache_dtype, cache=self._cache,
-                lack=self.memory_shortfall(bundle, self.device, self.dtype, weights),
-            )  # fmt: skip
+            names = ("device", "dtype", "max_seq_len", "max_batch", "kv_cache_dtype")
+            same = {name: getattr(self, name) for name in names}
+            lack = self.memory_shortfall(bundle, self.device, self.dtype, weights)
+            self._drafting = type(self)(bundle, weights=weights, cache=self._cache, lack=lack, **same)
         self.draft_cost = self._drafting._step_seconds() / self._step_seconds()
         log.info("a drafted token takes %.2f of a step", self.draft_cost)
 

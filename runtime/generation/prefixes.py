@@ -76,13 +76,12 @@ class PrefixCache:
         return max((position for position in prefix.states if position <= common), default=0)
 
     def note(
-        self, slot: int, tokens: Sequence[int], total: int, sparse_from: int, sparsity: float | None,
-        source: int | None = None,
-    ) -> None:  # fmt: skip
-        """Record the tokens in a slot, computed as the beginning of a sequence of ``total`` from what slot ``source`` (None:
+        self, slot: int, tokens: Sequence[int], total: int, sparse_from: int, sparsity: float | None, source: int = -1
+    ) -> None:
+        """Record the tokens in a slot, computed as the beginning of a sequence of ``total`` from what slot ``source`` (-1:
         the same one) holds."""
         self._clock += 1
-        before = self._prefixes[slot if source is None else source].states
+        before = self._prefixes[slot if source < 0 else source].states
         states = {position: state for position, state in before.items() if position <= len(tokens)}
         long_factors = self._uses_long_factors(total)
         self._prefixes[slot] = CachedPrefix(tokens, sparse_from, sparsity, long_factors, self._clock, states)

@@ -11,8 +11,8 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from wisparse.formats import guard
+from wisparse.formats.config_fields import SAMPLING_FIELDS
 from wisparse.formats.errors import UsageError
-from wisparse.formats.generation_config import SAMPLING_FIELDS
 from wisparse.formats.weight_types import PREFILL_POLICIES, sparse_from
 
 from ..decoding.sampling import SamplingParams

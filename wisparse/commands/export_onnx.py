@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,10 +33,7 @@ _DTYPE = "Type of weights and activations; auto is the bundle's own, and float32
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(
-    bundle: str, out: Path, opset: int, dtype: str, sparsity: float | None, check: bool, overwrite: bool,
-    revision: str | None, as_json: bool,
-) -> None:  # fmt: skip
+def command(bundle: str, out: Path, sparsity: float | None, revision: str | None, as_json: bool, **how: Any) -> None:
     """Write BUNDLE, a folder or a Hub id, to the folder OUT as an ONNX decoder with a KV cache.
 
     OUT works in ONNX Runtime, onnxruntime-genai and optimum. The sparse projections are nodes
@@ -46,18 +44,18 @@ def command(
     Example:
       wisparse export-onnx out out-onnx --dtype float16
     """
-    for package in ("onnx", "onnxruntime") if check else ("onnx",):
+    for package in ("onnx", "onnxruntime") if how["check"] else ("onnx",):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"export-onnx needs the package {package}: pip install {package}")
     from wisparse.runtime.onnx_export import EXPORT, export_onnx
 
     text("OUT", str(out))  # the onnx package requires UTF-8
-    check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
+    check_target(Path(os.path.abspath(out)), EXPORT, how["overwrite"])  # before a bundle is fetched
     started = time.monotonic()
     opened = open_bundle(bundle, revision, sparsity)
     if opened.recipe.graded and opened.sparsity:
         raise UsageError("export-onnx: expected --sparsity 0, the dense model, for a graded bundle, found a level")
-    report = export_onnx(opened, out, opset=opset, dtype=dtype, overwrite=overwrite, check=check)
+    report = export_onnx(opened, out, **how)
     report["seconds"] = round(time.monotonic() - started, 3)
     for note in report["notes"]:
         click.echo(f"note: {note}", err=True)
@@ -65,8 +63,8 @@ def command(
         click.echo(json.dumps(report, indent=2))
         return
     size = f"{report['num_sparse_projections']} sparse projections, {report['num_bytes'] / 1e6:,.1f} MB"
-    click.echo(f"{out}: opset {opset}, {report['dtype']}, {size}, in {report['seconds']:.1f} s")
-    if check:
+    click.echo(f"{out}: opset {how['opset']}, {report['dtype']}, {size}, in {report['seconds']:.1f} s")
+    if how["check"]:
         click.echo(
             f"agrees with our runtime: dense logits to {report['check']['dense_error']:.1e}, sparse projections to "
             f"{report['check']['projection_error']:.1e} of the largest value"
