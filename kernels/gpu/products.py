@@ -274,8 +274,10 @@ def _packed_launch(shape: LinearShape, tile: Tile, rows: int) -> tuple[PackedCon
     # of eight rows have no bank conflicts.
     length = triton.cdiv(triton.cdiv(channels, block_k) * block_k + block_k - 16, 64) * 64 + 16
     listed, x_tiles = not shape.dense and rows <= 2, 1
-    # Triton's own part, to reduce the splits of up to eight rows at a time; of 48 KiB, less what it aligns.
-    reducing = 512 * tile.warps * min(8, triton.next_power_of_2(rows)) if rows <= 16 else 2048 * tile.warps
+    # Triton's own part, to reduce the splits of up to eight rows at a time (of more than 16 rows the last program adds
+    # one split at a time); of 48 KiB, less what it aligns.
+    alone = rows > 16 and tile.reducers == 0
+    reducing = 512 * tile.warps * (2 if alone else min(8, triton.next_power_of_2(rows)))
     limit = min(SMEM_LIMIT, 47 * 1024 - reducing)
     if not listed and 2 * rows * length > limit:
         segment = 1 << ((limit // (2 * rows) - 16).bit_length() - 1)
