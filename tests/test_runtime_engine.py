@@ -138,7 +138,10 @@ def test_stopping_finishes_what_is_under_way_unless_told_not_to(model: Model, mo
     prepared: list[bool] = []
     for name in ("prepare_prompts", "prepare_batches"):
         monkeypatch.setattr(model.decoder, name, lambda: prepared.append(not engine_threads()))
+    ready: list[threading.Thread] = []
+    monkeypatch.setattr(model.decoder, "prepare_thread", lambda: ready.append(threading.current_thread()))
     model.engine.start(max_queue=10)
+    assert ready == engine_threads()
     assert prepared == [True] * (2 + len(model.bundle.levels))  # what later requests need is there before a server runs
     readers = [ask(model, "def f(x):", 12)[0] for _ in range(5)]
     model.engine.stop()

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from wisparse.formats.model_config import DeltaNet, Mamba2
-from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
+from wisparse.kernels.gpu.attention import (
+    Attended,
+    AttentionShape,
+    QKNorms,
+    RotaryTables,
+    Rows,
+    launch_attention,
+    launch_chunk_attention,
+)
 from wisparse.kernels.gpu.common import Input, KVSplits, Output
 from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
@@ -419,6 +427,48 @@ def test_attention_then_projection(dtype, shape, positions, normed, stored):
     given, tile = Input(None, attention=out), Tile(block_n=64, splits=2)
     launch(linear, given, Output(y), tile=tile, kv_splits=splits, head_dim=d)
     assert_close(y[active], twin(combined.to(dtype).view(batch, -1), linear)[active], dtype)
+
+
+def attended(queries, keys, values, mask, dtype):
+    """Attention of queries (T, heads, D) to keys and values (kv_heads, positions, D) where mask (T, positions), in float64
+    but for its result."""
+    k, v = (x.double().repeat_interleave(queries.shape[1] // len(x), 0) for x in (keys, values))
+    scores = torch.einsum("thd,hsd->hts", queries.double(), k) * queries.shape[2] ** -0.5
+    scores.masked_fill_(~mask, float("-inf"))
+    out = torch.einsum("hts,hsd->thd", scores.softmax(-1), v).contiguous()
+    return Attended(out.to(dtype), scores.logsumexp(-1).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("seed", range(8))
+def test_chunk_attention_continues_from_parts(dtype, seed):
+    """In any split of the positions before the chunk, of which the kernel attends to the rest; with the chunk itself done
+    too it only merges. The rows beyond the chunk are undefined."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_heads, group, d, count, tiles, rest, gated, whole = (
+        int(torch.randint(least, most + 1, (), generator=generator))
+        for least, most in ((1, 3), (1, 5), (1, 5), (1, 150), (1, 3), (0, 80), (0, 1), (0, 1))
+    )
+    heads, d, first = kv_heads * group, 8 * d, 64 * tiles
+    start, padded = first + rest, count if whole else count + 9
+    shape = AttentionShape(heads, kv_heads, d, d, gated=bool(gated))
+    stored = rows(2 * kv_heads, (start + count) * d, dtype, seed=seed).view(2, 1, kv_heads, start + count, d)
+    qkv = rows(padded, (heads * (1 + gated) + 2 * kv_heads) * d, dtype, seed=seed + 1)
+    queries = rows(padded, heads * d, dtype, seed=seed + 2).view(padded, heads, d)
+    (keys, values), position = stored[:, 0], torch.arange(start + count, device=DEVICE)
+    past = position <= start + torch.arange(padded, device=DEVICE)[:, None]
+    pieces = [(position < first), (position >= first) & past] if whole else [position < first]
+    parts = [attended(queries, keys, values, piece.expand_as(past), dtype) for piece in pieces]
+    if not whole:
+        parts[0].out[count:] = parts[0].lse[:, count:] = float("nan")
+    out = torch.full_like(queries, float("nan"))
+    chunk = torch.tensor((0, start, count), device=DEVICE)
+    given = queries, qkv, chunk, kv_slots(*stored), out, shape, d**-0.5
+    launch_chunk_attention(*given, attended=parts, first=start + count if whole else first)
+    expected = attended(queries, keys, values, past, torch.float64).out
+    if gated:
+        expected *= qkv.view(padded, -1)[:, : 2 * heads * d].view(padded, heads, 2, d)[:, :, 1].double().sigmoid()
+    assert_close(out[:count], expected[:count], dtype)
 
 
 # One row: whole rows of the weights, of one block of channels, of one in several passes, and in blocks; several rows.

@@ -27,6 +27,7 @@ from triton.runtime import JITFunction
 
 from wisparse.kernels.gpu import tiles
 from wisparse.kernels.gpu.attention import (
+    Attended,
     AttentionShape,
     QKNorms,
     RotaryTables,
@@ -100,7 +101,8 @@ def launched(arch: int, launch: Callable[[], object]) -> dict[str, Any]:
                 attrs[path] = [["tt.divisibility", 16]]
                 return "i32" if isinstance(value, int) else f"*{TYPES[value.dtype]}"
             if isinstance(value, tuple):
-                return type(value)(*(type_of((*path, i), inner) for i, inner in enumerate(value)))
+                inner = [type_of((*path, i), one) for i, one in enumerate(value)]
+                return tuple(inner) if type(value) is tuple else type(value)(*inner)
             return "fp32" if isinstance(value, float) else constant(path, value)
 
         def constant(path: tuple[int, ...], value: Any) -> str:
@@ -210,7 +212,7 @@ def gemv(
 def attention(
     arch: int, rows: int = 0, dtype: torch.dtype = BF16, splits: int = 16, stages: int = 3,
     norm: torch.dtype | None = None, scaled: bool = False, cached: torch.dtype | None = None, stored: bool = False,
-    sunk: bool = False, **changes: Any,
+    sunk: bool = False, attended: int = 0, **changes: Any,
 ) -> None:  # fmt: skip
     """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``cached``: of the
     cache's codes; ``changes``: of the shape, as other families have."""
@@ -225,7 +227,8 @@ def attention(
     if rows:
         q = empty(rows, shape.heads, shape.d)
         launch_store_kv(qkv, empty(3, dtype=I64), slots, rotary, q, shape, norms)
-        launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1, sinks=sinks)
+        options = {"attended": [Attended(q, empty(shape.heads, rows, dtype=FP32))] * attended, "first": 64 * attended}
+        launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1, sinks=sinks, **options)
         return
     sums, step = empty(1, shape.heads, splits, dtype=FP32), Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
     if stored:
@@ -470,6 +473,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{f"{name} {kind}": partial(attention, arch, cached=stored, **given) for name, given in (
             ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
         ) for kind, stored in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
+        "chunk attended": partial(attention, arch, rows=128, attended=1),
+        "chunk attended twice": partial(attention, arch, rows=128, attended=2, gated=True),
         "chunk sunk": partial(attention, arch, rows=128, sunk=True, d=64, rotary=64, window=128, heads=64),
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         **{f"{name} {kind}": partial(latent, arch, cached=stored, **given) for name, given in (

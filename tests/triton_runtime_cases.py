@@ -13,6 +13,7 @@ from bundle_maker import PoisonedPages
 from triton_decoder_cases import DEVICE, assert_as_exact, make_bundle, within_half_precision
 
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.kernels.gpu.attention import Attended
 from wisparse.runtime.cuda import decoder as cuda_decoder
 from wisparse.runtime.cuda import prefill as cuda_prefill
 from wisparse.runtime.cuda import step as cuda_step
@@ -227,6 +228,51 @@ def test_prompts_are_the_same_with_graphs_and_without(monkeypatch):
         assert decoder._prompts is None
     fast.close()
     fast.close()  # twice is fine
+
+
+def plain_part(queries, keys, values, scale, *, causal=False):
+    """Twin of ``attend_by_cudnn``."""
+    k, v = (x.float().repeat_interleave(queries.shape[1] // len(x), 0) for x in (keys, values))
+    scores = torch.einsum("thd,hsd->hts", queries.float(), k) * scale
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+    out = torch.einsum("hts,hsd->thd", scores.softmax(-1), v).to(queries.dtype)
+    return Attended(out.contiguous(), scores.logsumexp(-1))
+
+
+def test_cudnn_attends_to_the_chunks_before(monkeypatch):
+    """On a GPU cuDNN itself. The first chunk is the kernel's, the second cuDNN's, a third that is nearly full both's; one
+    that is not, or begins elsewhere, is the kernel's again."""
+    lengths, attend = [], plain_part if DEVICE.type == "cpu" else cuda_prefill.attend_by_cudnn
+
+    def noting(queries, keys, *given, causal=False):
+        lengths.append((keys.shape[1], causal))
+        return attend(queries, keys, *given, causal=causal)
+
+    monkeypatch.setattr(cuda_prefill, "attend_by_cudnn", noting)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(cuda_prefill, "cudnn_attends", lambda cache, shape: shape.window == 0)
+    monkeypatch.setattr(cuda_prefill, "_LARGE", 1)
+    monkeypatch.setattr(cuda_prefill, "_ROWS", (64,))
+    monkeypatch.setattr(cuda_prefill, "_JOINT_ROWS", (16,))
+    monkeypatch.setattr(cuda_prefill, "_CHUNK", 64)
+    bundle = make_bundle("llama", 0.5, num_hidden_layers=1, **({} if DEVICE.type == "cpu" else {"head_dim": 64}))
+    settings = {"bundle": bundle, "max_batch": 2, "max_seq_len": 250, "dense": ("_proj",)}
+    fast, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, TorchDecoder))
+    exact = make(TorchDecoder, dtype=torch.float64, **settings)
+    if DEVICE.type == "cuda" and not fast._prompts._cudnn:
+        pytest.skip("cuDNN is not used on this GPU")
+    fast.prepare_prompts()
+    fast.prepare_thread()
+    assert {length for length, _ in lengths} == {64, 128, 192}  # planned
+    monkeypatch.setattr(fast, "_read", None)
+    prompt = torch.arange(250) * 7 % 70
+    second, third = [(64, False), (64, True)], [(128, False)]
+    for start, stop, expected in ((0, 180, second + third), (180, 240, [])):
+        lengths.clear()
+        within_half_precision(fast, slow, exact, lambda d: d.prefill(1, prompt, 250, start=start, stop=stop))  # noqa: B023
+        assert lengths == expected
+    within_half_precision(fast, slow, exact, lambda decoder: decoder.decode(torch.tensor([-1, 5]))[1])
 
 
 def test_what_is_prepared_is_what_batches_take():

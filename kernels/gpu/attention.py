@@ -22,6 +22,7 @@ products are rounded to the model's dtype, as in transformers. Twin: ``runtime.t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,13 @@ class AttentionShape(NamedTuple):
     gates_last: bool = False  # or all heads' queries are followed by their gates
     shared: bool = False  # the values are the keys before norm and rotation
     value_norm: bool = False  # each head's values are divided by their root mean square
+
+
+class Attended(NamedTuple):
+    """Attention of a chunk's rows to some positions."""
+
+    out: Tensor  # (T, heads, D) dtype
+    lse: Tensor  # (heads, T) float32, natural logarithm of the sum of exp(score)
 
 
 class _Config(NamedTuple):
@@ -415,8 +423,8 @@ def _store_kv_kernel(qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.
 
 @triton.jit
 def _chunk_attention_kernel(
-    q_ptr, qkv_ptr, chunk_ptr, cache, out_ptr, sinks_ptr, rows, scale_log2,  # as of launch_chunk_attention
-    shape: tl.constexpr, config: tl.constexpr,
+    q_ptr, qkv_ptr, chunk_ptr, cache, out_ptr, sinks_ptr, attended, first, rows, scale_log2,  # of launch_chunk_attention
+    shape: tl.constexpr, config: tl.constexpr, ATTENDED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
@@ -438,7 +446,7 @@ def _chunk_attention_kernel(
     at = (row * shape.heads + head)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + at, mask=live, other=0.0)
     end = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, last) + 1
-    begin = 0
+    begin = first
     if shape.window > 0:
         begin = tl.maximum(start + tl.minimum(tile * BLOCK_M // GROUP, last) + 1 - shape.window, 0)
     # Finite, as with a sliding window a tile may have no position that a row attends to.
@@ -447,18 +455,28 @@ def _chunk_attention_kernel(
     if sinks_ptr is not None:
         m = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
         total = tl.full((BLOCK_M,), 1.0, tl.float32)
+    acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    for i in tl.static_range(ATTENDED):
+        lse = tl.load(attended[i].lse + head * rows + row, mask=row < rows, other=0.0) * _LOG2_E
+        larger = tl.maximum(m, lse)
+        rescale = tl.exp2(m - larger)
+        weight = tl.exp2(lse - larger)
+        m = larger
+        total = total * rescale + weight
+        x = tl.load(attended[i].out + at, mask=live, other=0.0).to(tl.float32)
+        acc = acc * rescale[:, None] + x * weight[:, None]
     q, q_odd = split_columns(q, cache)
-    acc, acc_odd = split_columns(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
+    acc, acc_odd = split_columns(acc, cache)
     # First the tiles of positions that all rows attend to. Two loops over codes would not fit into the registers.
     APART: tl.constexpr = shape.window == 0 and cache.k_scale is None
     if APART:
         whole = (start + tl.minimum(tile * BLOCK_M // GROUP, last) + 1) // BLOCK_T * BLOCK_T
-        for first in tl.range(0, whole, BLOCK_T, num_stages=config.stages):
-            kv = load_kv(cache, slot, kv_head, first + tl.arange(0, BLOCK_T), None, D, D_PAD)
+        for t0 in tl.range(first, whole, BLOCK_T, num_stages=config.stages):
+            kv = load_kv(cache, slot, kv_head, t0 + tl.arange(0, BLOCK_T), None, D, D_PAD)
             m, total, acc, acc_odd = _attend(q, q_odd, kv, None, m, total, acc, acc_odd, scale_log2, shape, dtype)
-        begin = whole
-    for first in tl.range(begin, end, BLOCK_T, num_stages=1 if APART else config.stages):  # a few tiles if APART
-        t = first + tl.arange(0, BLOCK_T)
+        begin = tl.maximum(first, whole)
+    for t0 in tl.range(begin, end, BLOCK_T, num_stages=1 if APART else config.stages):  # a few tiles if APART
+        t = t0 + tl.arange(0, BLOCK_T)
         kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
         mask = t[None, :] <= row_position[:, None]
         if shape.window > 0:
@@ -487,14 +505,16 @@ def launch_store_kv(
 
 def launch_chunk_attention(
     queries: Tensor, qkv: Tensor, chunk: Tensor, cache: KVSlots, out: Tensor, shape: AttentionShape, scale: float, *,
-    sinks: Tensor | None = None, stages: int = 2,
+    sinks: Tensor | None = None, stages: int = 2, attended: Sequence[Attended] = (), first: int = 0,
 ) -> None:  # fmt: skip
     """Launch one block's attention for a chunk, after ``launch_store_kv``; fp16 and bf16 only. qkv: for the gates; out:
-    (T, heads, D); sinks and stages as for ``launch_attention``."""
+    (T, heads, D); sinks and stages as for ``launch_attention``. ``attended``: to positions before ``first``, a multiple
+    of 64, or to some of the chunk, in which case ``first`` is its end; not with a window, a soft cap or a cache of codes."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
     d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(group)
     config = _Config(0, block_m, 64 if shape.d <= 128 else 32, stages, d_pad, group_pad)
     _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
-        queries, qkv, chunk, cache, out, sinks, rows, scale * _LOG2_E.value, shape, config
-    )
+        queries, qkv, chunk, cache, out, sinks, tuple(attended), first, rows, scale * _LOG2_E.value, shape, config,
+        len(attended),
+    )  # fmt: skip

@@ -326,6 +326,11 @@ class CudaDecoder(Decoder):
             self._prompts.capture(min(self.prefill_chunk, self.max_seq_len))
 
     @torch.inference_mode()
+    def prepare_thread(self) -> None:
+        if self._prompts is not None and too_little_memory(self.device) is None:
+            self._prompts.prepare_cudnn(self.prefill_chunk)
+
+    @torch.inference_mode()
     def prepare_batches(self) -> None:
         refusal = too_little_memory(self.device)
         if refusal is not None:

@@ -2,22 +2,24 @@
 the block in ``runtime.torch.block``.
 
 Without a graph the kernel launches of a short chunk take the host several times as long as the GPU needs to load the
-weights. A graph serves any slot and position, which are in a tensor on the device.
+weights. A graph serves any slot and position, which are in a tensor on the device. cuDNN (``kernels.gpu.cudnn``) needs
+addresses and lengths on the host: the long chunks that it attends to faster are launched without a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
-from wisparse.kernels.gpu.attention import Rows, launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.attention import Attended, Rows, launch_chunk_attention, launch_store_kv
 from wisparse.kernels.gpu.common import Input, KVSplits
+from wisparse.kernels.gpu.cudnn import attend_by_cudnn, cudnn_attends
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, multiply
@@ -46,6 +48,10 @@ PIECE = 512
 _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 # Rows of the graphs that read several short prompts together.
 _JOINT_ROWS = (32, 128, 512)
+# Hidden size from which on the GPU needs longer for a chunk than the host for launches without a graph.
+_LARGE = 2048
+# Positions up to which cuDNN's plans are built ahead: a plan takes about 0.05 s and stays.
+_PLANNED = 32 * 1024
 # Bytes of GPU memory that have to be free before graphs are captured: they take some tens of MB, and cuBLAS a
 # workspace.
 _FREE = 1 << 30
@@ -66,6 +72,11 @@ def too_little_memory(device: torch.device) -> str | None:
     return None
 
 
+def _least(chunk: int) -> int:
+    """The fewest rows of a chunk that cuDNN attends: it computes the padding too, at 1.3 times the kernel's rate."""
+    return 3 * chunk // 4 + 1
+
+
 class _Inputs:
     """The positions of one prompt or of several, in one tensor that is copied to the device at once. Each part is aligned
     to 16 bytes: Triton compiles a kernel again for pointers of another alignment."""
@@ -79,6 +90,7 @@ class _Inputs:
         self.positions, self.slots = places.view(torch.int32).view(2, padded)[:, :rows]
         self.last = last[:prompts]  # index of each prompt's last row
         self.tokens.fill_(-1)  # negative for an idle row
+        self.by_cudnn: list[int] | None = None  # ``chunk`` on the host if cuDNN attends
 
 
 class _Graph(NamedTuple):
@@ -113,6 +125,8 @@ class PromptReader:
         self._graphs: dict[bool, list[_Graph]] = {False: [], True: []}  # of one prompt, of several; ascending
         self.head: DraftHead | None = None
         self.gpu = gpu_of(device)
+        large, slots = config.hidden_size >= _LARGE and config.latent is None, self.cache
+        self._cudnn = large and all(cudnn_attends(one, parts[index].shape) for index, one in slots.items())
 
     @property
     def captured(self) -> bool:
@@ -162,6 +176,28 @@ class PromptReader:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of the runs before each capture
 
+    def prepare_cudnn(self, chunk: int) -> None:
+        """Build cuDNN's plans and compile the kernels that continue from its results; on scratch memory with the strides of
+        the cache, whose pages may be unmapped."""
+        if not self._cudnn:
+            return
+        starts = range(chunk, min(len(self.parts[0].rotary.cos), _PLANNED) - _least(chunk) + 1, chunk)
+        one, end = next(iter(self.cache.values())), (len(starts) + 1) * chunk
+        _, kv_heads, _, width = one.k.shape
+        memory = one.k.new_zeros((kv_heads - 1) * one.head_stride + end * one.stride)
+        keys = memory.as_strided((1, kv_heads, end, width), one.k.stride())
+        distinct = {self.parts[index].shape: index for index in self.cache}
+        inputs = self._inputs(chunk, False, memory.device)
+        for start in starts:
+            for count in (chunk - 1, chunk):
+                inputs.by_cudnn = [0, start, count]
+                launched = _Pass(self, inputs, several=False)
+                launched._cache = dict.fromkeys(self.cache, one._replace(k=keys, v=keys))
+                for index in distinct.values():
+                    qkv = self.weights.blocks[index].qkv
+                    assert qkv is not None
+                    launched._attend(index, launched.hidden.new_zeros(chunk, qkv.out_features))
+
     def read(self, slot: int, token_ids: Tensor, start: int, stop: int, chunk: int) -> Tensor | None:
         """Read positions ``start`` to ``stop`` of a prompt (T,) into a slot, dense, asynchronously: (1, V) float32, the
         last position's logits before multiplier and cap, valid until the next call; None if the prompt needs long
@@ -170,7 +206,8 @@ class PromptReader:
             return None
         while start < stop:
             end = min((start // chunk + 1) * chunk, stop)
-            self._read([(slot, token_ids[:end], start)], several=False)
+            padded = self._cudnn and start > 0 and start % chunk == 0 and end - start >= _least(chunk)
+            self._read([(slot, token_ids[:end], start)], several=False, by_cudnn=chunk if padded else None)
             start = end
         return self.logits.logit
 
@@ -183,10 +220,13 @@ class PromptReader:
     def _inputs(self, rows: int, several: bool, device: torch.device | str = "cpu") -> _Inputs:
         return _Inputs(rows, self.prompts if several else 1, device)
 
-    def _read(self, prompts: Sequence[tuple[int, Tensor, int]], *, several: bool) -> None:
+    def _read(self, prompts: Sequence[tuple[int, Tensor, int]], *, several: bool, by_cudnn: int | None = None) -> None:
+        """``by_cudnn``: rows of a pass in which cuDNN attends."""
         count, device = sum(len(ids) - start for _, ids, start in prompts), self.logits.logit.device
         graph = next((graph for graph in self._graphs[several] if count <= graph.rows), None)
-        rows = next(rows for rows in self._joint_rows if count <= rows) if several else count
+        rows = next(rows for rows in self._joint_rows if count <= rows) if several else by_cudnn or count
+        if by_cudnn is not None:
+            graph = None
         inputs, end = self._inputs(rows if graph is None else graph.rows, several), 0
         for index, (slot, ids, start) in enumerate(prompts):
             first, end = end, end + len(ids) - start
@@ -196,6 +236,7 @@ class PromptReader:
         on_device = self._inputs(rows, several, device) if graph is None else graph.inputs
         on_device.data.copy_(inputs.data, non_blocking=True)
         if graph is None:
+            on_device.by_cudnn = None if by_cudnn is None else inputs.chunk.tolist()
             self._launch(on_device, several=several)
         else:
             graph.replay()
@@ -214,7 +255,7 @@ class _Pass(BlockLauncher):
     def __init__(self, reader: PromptReader, inputs: _Inputs, *, several: bool) -> None:
         config, weights = reader.config, reader.weights
         self.config, self.weights, self._parts, self._cache = config, weights, reader.parts, reader.cache
-        self._kept = reader.kept
+        self._kept, self._by_cudnn = reader.kept, inputs.by_cudnn
         self._head, self._scratch, self._gpu = reader.head, reader.scratch, reader.gpu
         self._logits = reader.joint_logits if several else reader.logits
         self._chunk, self._last = inputs.chunk, inputs.last
@@ -247,8 +288,18 @@ class _Pass(BlockLauncher):
             return Input(launch_combine(self._joint, hidden.dtype))
         (rotary, shape, norms), cache, out = self._parts[index], self._cache[index], torch.empty_like(self._queries)
         launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms)
-        arguments = self._queries, qkv, self._chunk, cache, out, shape, self.config.attention_scale
-        launch_chunk_attention(*arguments, sinks=block.sinks, stages=self._stages)
+        attended, first, scale = list[Attended](), 0, self.config.attention_scale
+        if self._by_cudnn is not None:
+            slot, first, count = self._by_cudnn
+            keys, values, whole = cache.k[slot], cache.v[slot], slice(first, first + count)
+            attended.append(attend_by_cudnn(self._queries, keys[:, :first], values[:, :first], scale))
+            if count == len(hidden):
+                own = keys[:, whole], values[:, whole]
+                attended.append(attend_by_cudnn(self._queries, *own, scale, causal=True))
+                first += count
+        arguments = self._queries, qkv, self._chunk, cache, out, shape, scale
+        options: dict[str, Any] = {"sinks": block.sinks, "stages": self._stages}
+        launch_chunk_attention(*arguments, attended=attended, first=first, **options)
         return Input(out.reshape(len(hidden), -1))
 
     def _linear(self, index: int, role: str, value: Input) -> Tensor:

@@ -393,6 +393,10 @@ class Decoder(Executor, ABC):
         """Compile and capture the prefill, for a server."""
         return None
 
+    def prepare_thread(self) -> None:
+        """Prepare what libraries keep by thread; on the thread that runs the steps, after the other preparations."""
+        return None
+
     def prepare_batches(self) -> None:
         """Compile and capture the steps of larger batches, for a server."""
         return None

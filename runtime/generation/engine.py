@@ -224,6 +224,7 @@ class Engine:
 
             self._thread = threading.Thread(target=self.drive, args=(stopped,), name="wisparse-engine", daemon=True)
         self._thread.start()
+        self.call(self.decoder.prepare_thread)
 
     def _prepare_levels(self) -> None:
         """Compile and capture the steps of every sparsity level that a request may name."""
