@@ -328,6 +328,7 @@ class GgufWeights(TensorFile):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.file = file = GgufFile(path)
         self.folder, self.name, self.error, self.identity = file.folder, file.name, file.error, file.identity
+        self.metadata = {}  # a safetensors file's, of which there is none
         self._rows: dict[str, _Rows] = {}
         for name, rows in _places(file, read_config(file)):
             if self._rows.setdefault(name, rows) is not rows:

@@ -219,15 +219,9 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             check_folder(settings.state_dir)
         # Reading raises an error for a file that the bundle cannot have.
         copied = dict(copied_files(source.folder, UnsupportedModelError))
-        ignored = sampling_defaults(
-            parse_json(copied.get(GENERATION_CONFIG, b"{}"), GENERATION_CONFIG, UnsupportedModelError)
-        )[1]
-        if ignored:
-            _log.warning(
-                "%s: not supported, so ignored: %s",
-                GENERATION_CONFIG,
-                ", ".join(f"{k} {v!r:.40}" for k, v in ignored.items()),
-            )
+        sampling = parse_json(copied.get(GENERATION_CONFIG, b"{}"), GENERATION_CONFIG, UnsupportedModelError)
+        if ignored := ", ".join(f"{name} {value!r:.40}" for name, value in sampling_defaults(sampling)[1].items()):
+            _log.warning("%s: not supported, so ignored: %s", GENERATION_CONFIG, ignored)
         stage.advance()
         if source.commit is None or source.gguf is not None:
             checkpoint = open_checkpoint(source)  # reads all headers, hardly a weight

@@ -132,9 +132,8 @@ save_option = click.option("--save", is_flag=True, help=_SAVE)
 _BACKEND = "Implementation of the model; auto is the fastest that supports this model on this machine."
 _KV_CACHE = "Type of the KV cache. One-byte types halve it; of these, int8 costs the least quality."
 _PREFILL = "Which tokens of the prompt are sparse: none, the last half, all. Those of the answer always are."
-_TEMPERATURE = (
-    f"0 is greedy decoding.  [default of this and the next four: the model's {GENERATION_CONFIG}, else greedy]"
-)
+_OF_MODEL = f"the model's {GENERATION_CONFIG}, else greedy"
+_TEMPERATURE = f"0 is greedy decoding.  [default of this and the next four: {_OF_MODEL}]"
 _TOP_P = "Sample from the most likely tokens that together have this probability."
 _MIN_P = "Drop tokens below this fraction of the highest probability."
 _PENALTY = "Above 1: makes tokens of prompt and answer less likely; 1 is off."
@@ -205,12 +204,7 @@ sampling_options = stacked(
         ("--n", click.IntRange(1, 64), 1, _N),
         ("--logprobs", click.IntRange(0, 100), None, _LOGPROBS),
         ("--json-schema", TextOrFile(), None, "The answer is JSON of this schema: its text, or @FILE."),
-        (
-            "--grammar",
-            TextOrFile(),
-            None,
-            "The answer follows this grammar, Lark or GBNF: its text, or @FILE.",
-        ),
+        ("--grammar", TextOrFile(), None, "The answer follows this grammar, Lark or GBNF: its text, or @FILE."),
     ),
     click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
     click.option("--system-prompt", help="System message, for models with a chat template."),
@@ -366,6 +360,12 @@ def save_to(folder: Path, findings: Iterable[Finding]) -> None:
 
     save_findings(folder, findings)
     click.echo(f"saved in {shown(folder)}: conversion_report.json and README.md", err=True)
+
+
+def with_error(value: float, error: float | None, form: str) -> str:
+    """A value and its standard error, which is NaN for a single sequence."""
+    known = error is not None and math.isfinite(error)
+    return f"{value:{form}} ± {error:{form}}" if known else f"{value:{form}}"
 
 
 def print_rows(title: str, rows: Iterable[tuple[str, str | None]]) -> None:

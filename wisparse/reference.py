@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from wisparse.converter.calibration import CalibrationTokens, load_calibration
-from wisparse.converter.divergence import Divergence, LogitsCache, divergence
+from wisparse.converter.divergence import Divergence, Estimate, LogitsCache, divergence
 from wisparse.converter.evaluation import dense_logits, next_tokens, rounded, token_figures
 from wisparse.converter.gguf_source import gguf_weights, open_checkpoint, open_source
 from wisparse.converter.processes import Progress
@@ -33,7 +34,7 @@ from wisparse.formats.machine import choose_device
 from wisparse.formats.manifest import MANIFEST, level_name
 from wisparse.formats.weight_types import sparse_from
 
-from .options import backend_of, print_rows, print_table
+from .options import backend_of, print_rows, print_table, with_error
 
 _log = logging.getLogger("wisparse")
 
@@ -82,6 +83,16 @@ class Against:
         return {"model": self.model, "how": self.how, **self.divergence.to_dict(), "noise_floor": floor}
 
 
+def read_tokens(
+    texts: Sequence[str], folder: Path, model: Callable[[], SourceModel], size: tuple[int, int, int], progress: Progress
+) -> CalibrationTokens:
+    """Tokens of ``texts``, or with ``self`` alone those that ``model`` writes. ``size``: num_samples, seq_len, seed."""
+    if list(texts) != ["self"]:
+        return load_calibration(texts, load_tokenizer(folder), None, *size, progress)
+    source = model()
+    return load_calibration("self", source.tokenizer, source.model, *size, progress)
+
+
 def compare(
     reference: str,
     models: Sequence[str],
@@ -112,11 +123,7 @@ def compare(
                 loaded.append(first.dense(torch.float32, device))
         return loaded[0]
 
-    if list(texts) == ["self"]:
-        source = dense_reference()
-        tokens = load_calibration("self", source.tokenizer, source.model, *size, progress)
-    else:
-        tokens = load_calibration(texts, load_tokenizer(first.source.folder), None, *size, progress)
+    tokens = read_tokens(texts, first.source.folder, dense_reference, size, progress)
     with progress.stage("Reading the reference's weights"):
         digests = weight_digests(first.checkpoint)
     key = [digests, first.checkpoint.config_dict, device.type, version("torch"), version("transformers")]
@@ -234,29 +241,28 @@ def _require_same_vocabulary(first: Place, other: Place) -> None:
 
 
 def print_comparison(reference: str, tokens: CalibrationTokens, results: Sequence[Against]) -> None:
-    def with_error(value: Any, form: str) -> str:
-        known = value.stderr == value.stderr  # not NaN
-        return f"{value.mean:{form}} ± {value.stderr:{form}}" if known else f"{value.mean:{form}}"
+    def shown(value: Estimate, form: str) -> str:
+        return with_error(value.mean, value.stderr, form)
 
     text = f"{tokens.num_samples} x {tokens.seq_len} tokens of {tokens.source}, seed {tokens.seed}"
     for one in results:
         found = one.divergence
         floor = "0: the model is computed in float32, as the reference"
         if one.floor is not None:
-            floor = f"{with_error(one.floor.kl, '.5f')}: the model's arithmetic alone, {one.floor.num_tokens:,} tokens"
+            floor = f"{shown(one.floor.kl, '.5f')}: the model's arithmetic alone, {one.floor.num_tokens:,} tokens"
         quantiles = ", ".join(f"{name} {value:.4f}" for name, value in found.kl_quantiles.items())
-        lost, gained = with_error(found.flips_lost, ".2%"), with_error(found.flips_gained, ".2%")
-        ratio = with_error(found.perplexity_ratio, ".4f")
+        lost, gained = shown(found.flips_lost, ".2%"), shown(found.flips_gained, ".2%")
+        ratio = shown(found.perplexity_ratio, ".4f")
         perplexity = f"{found.reference_perplexity:.3f} -> {found.perplexity:.3f}, ratio {ratio}"
         rows = [
             ("model", f"{one.model} ({one.how})"),
             ("reference", f"{reference} (float32)"),
-            ("KL", f"{with_error(found.kl, '.5f')} nats/token"),
+            ("KL", f"{shown(found.kl, '.5f')} nats/token"),
             ("noise floor", floor),
             ("KL by token", quantiles),
-            ("top-1 agreement", with_error(found.top1_agreement, ".2%")),
+            ("top-1 agreement", shown(found.top1_agreement, ".2%")),
             ("flips", f"{lost} of the text's tokens are no longer the most likely, {gained} newly are"),
-            ("probability", f"of the text's tokens changes by {with_error(found.probability_rms, '.2%')} (RMS)"),
+            ("probability", f"of the text's tokens changes by {shown(found.probability_rms, '.2%')} (RMS)"),
             ("perplexity", perplexity),
             ("note", note_on(found.num_tokens, found.kl.mean, found.perplexity_ratio.mean - 1)),
         ]
@@ -265,8 +271,8 @@ def print_comparison(reference: str, tokens: CalibrationTokens, results: Sequenc
             (
                 f"{bucket.low:.0%} to {bucket.high:.0%}",
                 f"{bucket.num_tokens:,}",
-                with_error(bucket.kl, ".5f"),
-                with_error(bucket.top1_agreement, ".2%"),
+                shown(bucket.kl, ".5f"),
+                shown(bucket.top1_agreement, ".2%"),
             )
             for bucket in found.buckets
         ]

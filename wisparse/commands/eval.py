@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _TASK_OPTIONS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
 _QUESTIONS = "num_questions"  # a key of `evaluate_tasks`, whose module imports the harness
+_FACTS = ("source", "num_samples", "seq_len", "seed", "digest")  # of the text, as JSON has them
 _TEXT = (
     "Evaluate on a file, a folder or a data set; may be given several times.  "
     "[default: self, text that the model writes, unless --tasks is given]"
@@ -134,7 +135,7 @@ def command(
     progress, tokens, text_facts = Progress(), None, None
     if texts or not names:
         tokens = _read_text(opened, texts or ("self",), size, options["device"], progress)
-        text_facts = {name: getattr(tokens, name) for name in ("source", "num_samples", "seq_len", "seed", "digest")}
+        text_facts = {name: getattr(tokens, name) for name in _FACTS}
     rows = []
     for name, bundle in zip(bundles, opened, strict=True):
         # Text is evaluated at every sparsity level unless one is given; tasks, which take longer, at one.
@@ -184,7 +185,7 @@ def _against_reference(
     prefill = policies[0] if policies else "all"
     tokens, results = compare(reference, models, texts or ("self",), size, prefill, loading, Progress())
     if as_json:
-        text = {name: getattr(tokens, name) for name in ("source", "num_samples", "seq_len", "seed", "digest")}
+        text = {name: getattr(tokens, name) for name in _FACTS}
         document = {"text": text, "reference": reference, "models": [one.to_dict() for one in results]}
         click.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
@@ -195,9 +196,9 @@ def _read_text(
     bundles: Sequence[Bundle], texts: Sequence[str], size: tuple[int, int, int], device: str, progress: Progress
 ) -> CalibrationTokens:
     """The evaluation tokens of all bundles, read or generated like calibration tokens. ``size``: samples, length, seed."""
-    from wisparse.converter.calibration import load_calibration
     from wisparse.converter.source import load_source
-    from wisparse.converter.tokenizer import load_tokenizer
+
+    from ..reference import read_tokens
 
     first = bundles[0]
     for other in bundles[1:]:
@@ -208,12 +209,10 @@ def _read_text(
     limit = first.config.max_position_embeddings
     if size[1] > limit:
         raise UsageError(f"--seq-len: expected at most the model's context, {limit} tokens, found {size[1]}")
-    if list(texts) != ["self"]:
-        tokenizer = load_tokenizer(first.folder)
-        return load_calibration(texts, tokenizer, None, *size, progress)
     # The dense model generates the text: a bundle is also a dense checkpoint.
-    source = load_source(first.folder, device=device, bundle=True)
-    return load_calibration("self", source.tokenizer, source.model, *size, progress)
+    return read_tokens(
+        texts, first.folder, lambda: load_source(first.folder, device=device, bundle=True), size, progress
+    )
 
 
 def _on_text(
@@ -281,12 +280,6 @@ def _on_tasks(
         return {"backend": shared.backend_of(model), "tasks": results, "generation": speed}
 
 
-def _with_error(value: float, error: float | None, digits: str) -> str:
-    """A value and its standard error, which is NaN for a single sequence."""
-    known = error is not None and math.isfinite(error)
-    return f"{value:{digits}} ± {error:{digits}}" if known else f"{value:{digits}}"
-
-
 def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     from wisparse.converter.report import verdict
 
@@ -300,11 +293,11 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
                 cells = ["none", f"{overall.kl:.4f}", f"{overall.dense_perplexity:.3f}", "", "", ""]
                 if sparse.num_tokens:
                     cells = [
-                        _with_error(sparse.kl, sparse.kl_stderr, ".4f"),
+                        shared.with_error(sparse.kl, sparse.kl_stderr, ".4f"),
                         f"{overall.kl:.4f}",
                         f"{sparse.dense_perplexity:.3f}",
-                        _with_error(sparse.perplexity, sparse.perplexity_stderr, ".3f"),
-                        _with_error(sparse.top1_agreement, sparse.top1_stderr, ".1%"),
+                        shared.with_error(sparse.perplexity, sparse.perplexity_stderr, ".3f"),
+                        shared.with_error(sparse.top1_agreement, sparse.top1_stderr, ".1%"),
                         "not counted" if realised is None else f"{realised:.1%}",
                     ]
                 level = level_name(row["sparsity"], row["graded"], ".1f")
@@ -335,7 +328,7 @@ def print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
     lines, notes = [], []
     for row in rows:
         for task, metric, count, values in _metrics(row):
-            cells = [_with_error(*one, ".4f") for one in values.values()]
+            cells = [shared.with_error(*one, ".4f") for one in values.values()]
             lines.append((row["bundle"], task, metric, f"{count:,}", *cells))
         if row["generation"]:
             rates = (f"{name} {speed['tok_per_s']:,.1f}" for name, speed in row["generation"].items())
