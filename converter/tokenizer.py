@@ -18,7 +18,7 @@ from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.guard import dump_json, read_json, shown
 
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_FILES = (_FILE, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json")
+_FILES = (_FILE, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:

@@ -201,6 +201,16 @@ def test_a_tokenizer_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch:
         load_tokenizer(tmp_path)
 
 
+def test_tekken_json_alone_is_refused(tmp_path: Path) -> None:
+    """It names no special tokens in roles; advice to install mistral-common would not help."""
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text('{"config": {}, "vocab": []}')
+    with pytest.raises(
+        UnsupportedModelError, match=r"expected tokenizer\.json beside config\.json, found none; copy it"
+    ):
+        load_tokenizer(tmp_path)
+
+
 def test_verify_compares_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bundle of an earlier version, whose tokenizer.json lacks a token that tokenizer_config.json adds."""
     model = write_tiny_model(tmp_path / "model")
