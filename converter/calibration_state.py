@@ -233,8 +233,9 @@ def final_thresholds(
     calib: CalibrationState, scales: Mapping[str, Tensor], allocation: Mapping[str, float], advance: Callable[[], None]
 ) -> dict[str, tuple[float, float, float]]:
     """Per projection (threshold, fraction of the scores below it, fraction of exact zeros in the input, which is counted
-    where the activation has them), in order of execution. A projection's threshold is taken from its inputs with all projections before it masked at their final thresholds. From the dense model's inputs
-    it would drop up to a point more than asked for, since sparse inputs are smaller."""
+    where the activation has them), in order of execution. A projection's threshold is taken from its inputs with all
+    projections before it masked at their final thresholds. From the dense model's inputs it would drop up to a point more
+    than asked for, since sparse inputs are smaller."""
     flow, masked, processes = calib.flow, calib.masked, calib.processes
     for name, scale in scales.items():
         masked.set_scale(name, scale)

@@ -63,7 +63,7 @@ def require_finite_logits(source: SourceModel, name: str) -> None:
 
 @torch.no_grad()
 def require_centred_weights(source: SourceModel, name: str) -> None:
-    """UnsupportedModelError if the means of a quantised model's weights are as far from zero as a wrong zero point moves them."""
+    """UnsupportedModelError if a quantised model's weights have means as far from zero as a wrong zero point moves them."""
     shifts = []
     for projection in source.projections:
         spread, mean = torch.std_mean(source.weight(projection).flatten(0, -2)[:_ROWS].to(torch.float32))

@@ -182,9 +182,9 @@ def sparsify(
         bundle: a folder, a Hub id, or an opened bundle.
         sparsity: one of the bundle's sparsity levels, or 0 for no masks; None: the level chosen in an opened bundle, else
             the default level.
-        prefill: ``dense``, ``half`` (the last half of each prompt is sparse) or ``all`` (but the first token). A forward pass with several
-            new tokens, or on an empty cache, counts as a prompt; a pass with one new token is always sparse. So
-            ``generate(use_cache=False)``, where every pass is a prompt, is not sparse under ``dense``.
+        prefill: ``dense``, ``half`` (the last half of each prompt is sparse) or ``all`` (but the first token). A
+            forward pass with several new tokens, or on an empty cache, counts as a prompt; a pass with one new token is
+            always sparse. So ``generate(use_cache=False)``, where every pass is a prompt, is not sparse under ``dense``.
         revision: branch, tag or commit, for a Hub id.
 
     Returns:

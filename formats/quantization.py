@@ -42,7 +42,8 @@ def quantisation_method(given: Any) -> str:
 
 def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
     """Name of each quantized weight -> its packing. ``config_dict``: ``config.json``, from which ``config`` was read. Only
-    projections, the output layer and ``kv_b_proj``, which is dequantized at load, are quantized. UnsupportedModelError for an unknown or inconsistent setting."""
+    projections, the output layer and ``kv_b_proj``, which is dequantized at load, are quantized. UnsupportedModelError for
+    an unknown or inconsistent setting."""
     given = config_dict.get(_KEY)
     if given is None or given == {}:
         return {}

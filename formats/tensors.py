@@ -39,9 +39,8 @@ class StackedExperts:
 class TensorSpec:
     name: str
     shape: tuple[int, ...]  # of weights (out, in)
-    field: str | None = (
-        None  # of `Block`, ``delta.``, ``conv.``, ``mamba.`` and ``latent.``: of its mixer; None: a projection's, or of no block
-    )
+    # Of `Block`, or with ``delta.``, ``conv.``, ``mamba.`` and ``latent.`` of its mixer; None: a projection's, or no block's.
+    field: str | None = None
     norm: bool = False  # the weight of a `Norm`
     wide: bool = False  # float32, whatever the activations' dtype
     order: tuple[int, ...] = ()  # the rows in the order of the operations; empty: as stored

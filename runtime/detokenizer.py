@@ -51,7 +51,8 @@ class TokenBytes(dict[int, bytes]):
     Two kinds of vocabularies spell bytes: byte-level ones (if the pre-tokenizer is ``ByteLevel``, whatever the decoder is,
     or the decoder) and SentencePiece's (a decoder of ``Replace``, ``ByteFallback``, ``Fuse`` and ``Strip``). For others
     ``spelled`` is false: a token's text depends on its neighbours, and its bytes here are those after itself.
-    ``stripped``: most spaces that are dropped from the beginning of a text. ``added``: the tokens beside the model's vocabulary, by id.
+    ``stripped``: most spaces that are dropped from the beginning of a text. ``added``: the tokens beside the model's
+    vocabulary, by id.
     """
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:

@@ -149,10 +149,10 @@ def default_limits(
     checkpoints: int | None = None,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Resolved ``max_batch`` and ``max_seq_len``, the cache's pages, and the most ``checkpoints`` of recurrent states, of
-    ``state_bytes`` each; by default ``_SLOT_CHECKPOINTS`` a slot in at most a quarter of the memory. Default batch: slots of ``_SERVED_POSITIONS``
-    that fit, up to ``_MOST_SLOTS``. Default length: the model's context, or the positions, a multiple of 256, of one
-    sequence in all pages. ``slot_bytes``: of a slot's recurrent states; ``head_bytes``: of its part of a draft head's
-    cache. ``memory_bytes``: of the cache; None: a share of the free memory."""
+    ``state_bytes`` each; by default ``_SLOT_CHECKPOINTS`` a slot in at most a quarter of the memory. Default batch: slots
+    of ``_SERVED_POSITIONS`` that fit, up to ``_MOST_SLOTS``. Default length: the model's context, or the positions, a
+    multiple of 256, of one sequence in all pages. ``slot_bytes``: of a slot's recurrent states; ``head_bytes``: of its
+    part of a draft head's cache. ``memory_bytes``: of the cache; None: a share of the free memory."""
     per_slot = slot_bytes + head_bytes
     longest = config.max_position_embeddings
     memory = memory_bytes

@@ -89,10 +89,11 @@ class Model(AbstractContextManager["Model"]):
 
     def __repr__(self) -> str:
         decoder = self.decoder
+        level = f"sparsity {self.sparsity:g}" if self.bits is None else f"bits {self.bits:g}"
         return (
             f"<wisparse.Model {str(self.bundle.folder)!r}: {self.config.model_type}, {self.config.num_blocks} blocks, "
-            f"{f'sparsity {self.sparsity:g}' if self.bits is None else f'bits {self.bits:g}'}, prefill {self.prefill}; back end {decoder.name} on "
-            f"{decoder.device}, {str(decoder.dtype).removeprefix('torch.')}, max_seq_len {decoder.max_seq_len}"
+            f"{level}, prefill {self.prefill}; back end {decoder.name} on {decoder.device}, "
+            f"{str(decoder.dtype).removeprefix('torch.')}, max_seq_len {decoder.max_seq_len}"
             f"{'; closed' if self.engine.closed else ''}>"
         )
 

@@ -162,8 +162,9 @@ def print_advice(advice: Advice) -> None:
     note = (
         f"tok/s: one request, measured on blocks of this shape with random weights; memory: with {advice.context:,} "
         f"tokens of context.\nKL to the dense model, nats a token, measured on two models: {' / '.join(MEASURED_ON)}; "
-        f"changed: greedy answers of 32 tokens that differ anywhere from the dense model's. Masks cost chat models several times as much: `wisparse eval`.\nConversion: about {duration} (half to twice that; "
-        f"int4 longer), {advice.conversion_memory_bytes / 1e9:.2g} GB of memory."
+        f"changed: greedy answers of 32 tokens that differ anywhere from the dense model's. Masks cost "
+        f"chat models several times as much: `wisparse eval`.\nConversion: about {duration} (half to twice that; int4 "
+        f"longer), {advice.conversion_memory_bytes / 1e9:.2g} GB of memory."
     )
     print_table(heads, lines, note=note)
     click.echo(f"Recommended: {printable(advice.command)}\n  {advice.why}")

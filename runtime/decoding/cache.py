@@ -164,7 +164,8 @@ class KVCache:
         """The error for a sequence whose positions do not fit the cache."""
         return ResourceError(
             f"no memory for {positions} positions of a sequence: all of the cache, {self}, holds "
-            f"{self.paging.positions(self.pages, self.length)} of one; end what else uses the device, or load with a smaller max_batch or max_seq_len"
+            f"{self.paging.positions(self.pages, self.length)} of one; end what else uses the device, or load with a "
+            "smaller max_batch or max_seq_len"
         )
 
     def missing_pages(self, slot: int, positions: int) -> int:

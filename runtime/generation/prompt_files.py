@@ -1,8 +1,8 @@
 """Prompts kept on disk: tokens, keys, values and recurrent states, in safetensors files.
 
-Tensors: ``tokens`` (T,) int64; ``cache.BLOCK.FIELD`` of an attention block's `Stored` (heads, T, ...); ``state.LENGTH.BLOCK.FIELD``
-of a recurrent block's `RecurrentState` after LENGTH tokens. Nothing of a file is trusted: names, shapes and dtypes must be those
-that the cache has, contents must have the checksums in the metadata.
+Tensors: ``tokens`` (T,) int64; ``cache.BLOCK.FIELD`` of an attention block's `Stored` (heads, T, ...);
+``state.LENGTH.BLOCK.FIELD`` of a recurrent block's `RecurrentState` after LENGTH tokens. Nothing of a file is trusted:
+names, shapes and dtypes must be those that the cache has, contents must have the checksums in the metadata.
 """
 
 from __future__ import annotations

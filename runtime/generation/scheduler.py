@@ -1,4 +1,4 @@
-"""The scheduler: which requests have the decoder's slots and cache pages, which sparsity level is decoded, and what the next step runs."""
+"""The scheduler: which requests have slots and cache pages, which sparsity level is decoded, what the next step runs."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class Stats:
 
 
 class Scheduler:
-    """Requests on one decoder; ``generate_step`` runs them. After other code has changed the decoder's slots, call ``start_over``.
-    Only ``validate`` is thread-safe. Each step decodes only the requests of one sparsity level. Levels take turns; requests
-    of the others keep their slots."""
+    """Requests on one decoder; ``generate_step`` runs them. After other code has changed the decoder's slots, call
+    ``start_over``. Only ``validate`` is thread-safe. Each step decodes only the requests of one sparsity level. Levels take
+    turns; requests of the others keep their slots."""
 
     def __init__(
         self, decoder: Decoder, bundle: Bundle | None = None, speculative: SpeculativeConfig | None = None

@@ -111,8 +111,8 @@ def verify(bundle: str, revision: str | None, as_json: bool) -> None:
     report = verify_bundle(folder)
     tokenizer = check_tokenizer(Bundle.open(folder))
     if tokenizer is not None and (text := differing_text(folder, tokenizer.encode)) is not None:
-        differ = f"tokenizer.json gives {tokenizer.encode(text)} for {text!r}, transformers other ids by the bundle's other files"
-        raise BundleError(f"{quoted(bundle)}: {differ}; convert the model again")
+        differ = f"tokenizer.json gives {tokenizer.encode(text)} for {text!r}, transformers other ids"
+        raise BundleError(f"{quoted(bundle)}: {differ} by the bundle's other files; convert the model again")
     if not Path(bundle).is_dir():
         # Figures are not downloaded: that they are missing here says nothing about the repository.
         report = replace(report, notes=tuple(note for note in report.notes if not note.endswith(": missing")))

@@ -70,9 +70,9 @@ _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt spar
 @shared.device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
-    bundles: tuple[str, ...], reference: str | None, models: tuple[str, ...], compare: bool, texts: tuple[str, ...], num_samples: int, seq_len: int, seed: int,
-    policies: tuple[str, ...], tasks: str | None, save: bool, verbose: bool, revision: str | None, as_json: bool,
-    **options: Any,
+    bundles: tuple[str, ...], reference: str | None, models: tuple[str, ...], compare: bool, texts: tuple[str, ...],
+    num_samples: int, seq_len: int, seed: int, policies: tuple[str, ...], tasks: str | None, save: bool, verbose: bool,
+    revision: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure the quality of BUNDLE, a folder or a Hub id, against the dense model: the same bundle with masks off.
 
