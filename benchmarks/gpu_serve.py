@@ -222,13 +222,16 @@ def gaps(client: Client, ids: Callable[[int], list[int]], length: int, **more: A
 @click.option("--streams", type=Several(int), default="1,8,16,32", help="Answers at once.")
 @click.option("--gap", default=8000, help="Tokens of the prompt beside running answers; 0: leave that out.")
 @click.option("--rounds", default=5)
+@click.option(
+    "--turns", default=1, help="More than 1: all servers run at once, with a part of the memory each, and take turns."
+)
 @click.option("--options", default="", help="Further options of wisparse serve.")
 @click.option("--device", default="cuda")
 @click.option("--tiny", "is_tiny", is_flag=True, help="The example model.")
 @out_option
 def first(
     shape: str, blocks: int | None, kinds: list[str], peer: str | None, lengths: list[int], streams: list[int], gap: int,
-    rounds: int, options: str, device: str, is_tiny: bool, out: Path | None,
+    rounds: int, turns: int, options: str, device: str, is_tiny: bool, out: Path | None,
 ) -> None:  # fmt: skip
     """First tokens, streams and gaps over HTTP: `wisparse serve`, and another OpenAI-compatible server beside it.
 
@@ -264,19 +267,21 @@ def first(
         def ids(count: int) -> list[int]:
             return [dice.randrange(10, vocab_size - 10) for _ in range(count)]
 
-        def measure(client: Client, **more: Any) -> dict[str, Any]:
-            found: dict[str, Any] = {"memory_gb": [memory_gb()], "first_ms": {}, "streams": {}}
+        def measure(found: dict[str, Any], client: Client, **more: Any) -> None:
+            found.setdefault("memory_gb", []).append(memory_gb())
             for length in lengths:
                 times = [client.stream(ids(length), most=2, **more).first_ms for _ in range(1 + rounds)]
-                found["first_ms"][length] = {"first": times[0], "median": statistics.median(times[1:]), "all": times}
+                seen = found.setdefault("first_ms", {}).setdefault(length, {"first": times[0], "all": []})
+                seen["all"] += times[1:]
+                seen["median"] = statistics.median(seen["all"])
             for count in streams:
-                found["streams"][count] = client.rate(lambda: [ids(5) for _ in range(count)], **more)  # noqa: B023
+                rate = client.rate(lambda: [ids(5) for _ in range(count)], **more)  # noqa: B023
+                found.setdefault("streams", {}).setdefault(count, []).append(rate)
             found["memory_gb"].append(memory_gb())
             try:
                 found["gap"] = gaps(client, ids, gap, **more) if gap else None
             except RuntimeError as error:
                 found["gap"] = {"error": str(error)}
-            return found
 
         serve = [sys.executable, "-m", "wisparse", "serve", bundle, "--device", device]
         serve += ["--max-seq-len", max(*lengths, gap) + 1024, *shlex.split(options)]
@@ -287,17 +292,33 @@ def first(
             model = peer_model(bundle, kind, folder / f"peer-{kind}")
             command = [word.replace("{model}", str(model)) for word in shlex.split(peer or "")]
             runs.append((f"peer {kind}", command, {"model": str(model), "ignore_eos": True}))
-        for name, command, more in runs:
-            port, log = free_port(), folder / "log"
-            try:
-                with server([str(word).replace("{port}", str(port)) for word in command], port, log) as (
-                    client,
-                    seconds,
-                ):
-                    result[name] = {"ready_s": seconds, **measure(client, **more)}
-            except Exception as error:  # the other servers are measured all the same
-                result[name] = {"error": f"{type(error).__name__}: {error}", "log": log.read_text()[-2000:]}
-            print(f"{time.perf_counter() - began:5.0f} s {name}: {json.dumps(result[name])}", flush=True)
+        with contextlib.ExitStack() as running:
+
+            def start(run: tuple[str, Sequence[object], dict[str, Any]]) -> Client | None:
+                name, command, _ = run
+                port, log = free_port(), folder / f"{name}.log"
+                command = [str(word).replace("{port}", str(port)) for word in command]
+                try:
+                    client, seconds = running.enter_context(server(command, port, log))
+                except Exception as error:  # the other servers are measured all the same
+                    result[name] = {"error": f"{type(error).__name__}: {error}", "log": log.read_text()[-2000:]}
+                    return None
+                result[name] = {"ready_s": seconds}
+                return client
+
+            for together in [runs] if turns > 1 else [[run] for run in runs]:
+                with ThreadPoolExecutor(len(together)) as threads:
+                    clients = list(threads.map(start, together))
+                for _ in range(turns):
+                    for (name, _, more), client in zip(together, clients, strict=True):
+                        if client is None or "error" in result[name]:
+                            continue
+                        try:
+                            measure(result[name], client, **more)
+                        except Exception as error:
+                            result[name]["error"] = f"{type(error).__name__}: {error}"
+                        print(f"{time.perf_counter() - began:5.0f} s {name}: {json.dumps(result[name])}", flush=True)
+                running.pop_all().close()
     save(out, "gpu-first.json", json.dumps(result) + "\n")
     print(json.dumps(result))
     if any("error" in one for one in result.values()):
