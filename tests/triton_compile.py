@@ -473,8 +473,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{f"{name} {kind}": partial(attention, arch, cached=stored, **given) for name, given in (
             ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
         ) for kind, stored in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
-        "chunk attended": partial(attention, arch, rows=128, attended=1),
-        "chunk attended twice": partial(attention, arch, rows=128, attended=2, gated=True),
+        **({f"chunk attended {n}": partial(attention, arch, rows=128, attended=n, gated=n > 1) for n in (1, 2)} if arch == 90 else {}),
         "chunk sunk": partial(attention, arch, rows=128, sunk=True, d=64, rotary=64, window=128, heads=64),
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         **{f"{name} {kind}": partial(latent, arch, cached=stored, **given) for name, given in (

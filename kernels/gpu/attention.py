@@ -446,6 +446,8 @@ def _chunk_attention_kernel(
     at = (row * shape.heads + head)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + at, mask=live, other=0.0)
     end = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, last) + 1
+    if ATTENDED == 0:
+        first = 0
     begin = first
     if shape.window > 0:
         begin = tl.maximum(start + tl.minimum(tile * BLOCK_M // GROUP, last) + 1 - shape.window, 0)
