@@ -36,6 +36,40 @@ def test_an_old_gpu_and_another_makers_fall_back(hip, capability, reason, monkey
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_cudnn_that_cannot_attend_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from wisparse.kernels.gpu import cudnn
+    from wisparse.kernels.gpu.attention import AttentionShape
+    from wisparse.kernels.gpu.kv_cache import kv_slots
+    from wisparse.kernels.gpu.tiles import Gpu
+
+    shape, memory = AttentionShape(8, 2, 64, rotary=64), torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    cache = kv_slots(memory, memory)
+    assert not cudnn.cudnn_attends(cache, shape)  # no GPU of its generations
+
+    def attend(*given: object) -> None:
+        raise RuntimeError("no plan for this graph\nmore")
+
+    monkeypatch.setattr(cudnn, "gpu_of", lambda device: Gpu(90, 132))
+    monkeypatch.setattr(cudnn, "attend_by_cudnn", attend)
+    for supported in (False, True):
+        cudnn._attends.cache_clear()
+        monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda of: supported)  # noqa: B023
+        assert not cudnn.cudnn_attends(cache, shape)
+        assert (
+            caplog.messages
+            == ["prompts are read without cuDNN, which cannot attend: no plan for this graph"] * supported
+        )
+    monkeypatch.setattr(cudnn, "attend_by_cudnn", lambda *given: None)
+    cudnn._attends.cache_clear()
+    assert cudnn.cudnn_attends(cache, shape)
+    for other in (shape._replace(window=128), shape._replace(softcap=30.0), shape._replace(d=256)):
+        assert not cudnn.cudnn_attends(cache, other)
+    cudnn._attends.cache_clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import JITFunction
     from triton.runtime._async_compile import active_mode

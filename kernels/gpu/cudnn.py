@@ -11,6 +11,9 @@ shapes. Results are rounded to the dtype before they are merged.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -18,19 +21,32 @@ from .attention import Attended, AttentionShape
 from .kv_cache import KVSlots
 from .tiles import gpu_of
 
-_POSITIONS = 64  # that torch is asked about
+log = logging.getLogger(__name__)
 
 
 def cudnn_attends(cache: KVSlots, shape: AttentionShape) -> bool:
     """Whether cuDNN supports a block's attention, and is faster than ``launch_chunk_attention``."""
     if cache.k_scale is not None or shape.window or shape.softcap or shape.d not in (64, 128):
         return False
-    keys, values = cache.k[:1, :, :_POSITIONS], cache.v[:1, :, :_POSITIONS]  # torch refuses a single one
-    if gpu_of(keys.device).arch not in (90, 100) or not torch.backends.cuda.cudnn_sdp_enabled():
+    if gpu_of(cache.k.device).arch not in (90, 100):
         return False
-    queries = keys.new_empty(1, _POSITIONS, shape.heads, shape.d).transpose(1, 2)
-    parameters = torch.backends.cuda.SDPAParams(queries, keys, values, None, 0.0, False, True)
-    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+    return _attends(shape.heads, shape.kv_heads, shape.d, cache.k.dtype, cache.k.device)
+
+
+@cache
+def _attends(heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: torch.device) -> bool:
+    queries, keys = (torch.zeros(64, count, d, dtype=dtype, device=device) for count in (heads, kv_heads))
+    keys = keys.transpose(0, 1)
+    given = queries.transpose(0, 1)[None], keys[None], keys[None]
+    parameters = torch.backends.cuda.SDPAParams(*given, None, 0.0, False, True)
+    if not torch.backends.cuda.can_use_cudnn_attention(parameters):
+        return False
+    try:
+        attend_by_cudnn(queries, keys, keys, 1.0)
+    except RuntimeError as error:  # a cuDNN that lacks what torch expects of it
+        log.warning("prompts are read without cuDNN, which cannot attend: %s", str(error).partition("\n")[0])
+        return False
+    return True
 
 
 def attend_by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = False) -> Attended:

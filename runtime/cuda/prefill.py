@@ -179,9 +179,9 @@ class PromptReader:
     def prepare_cudnn(self, chunk: int) -> None:
         """Build cuDNN's plans and compile the kernels that continue from its results; on scratch memory with the strides of
         the cache, whose pages may be unmapped."""
-        if not self._cudnn:
-            return
         starts = range(chunk, min(len(self.parts[0].rotary.cos), _PLANNED) - _least(chunk) + 1, chunk)
+        if not (self._cudnn and starts):
+            return
         one, end = next(iter(self.cache.values())), (len(starts) + 1) * chunk
         _, kv_heads, _, width = one.k.shape
         memory = one.k.new_zeros((kv_heads - 1) * one.head_stride + end * one.stride)
