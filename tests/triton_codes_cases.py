@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, 
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.eager import project
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
+from wisparse.runtime.vllm import product as vllm_product
 from wisparse.runtime.vllm.blocks import Between, Linear, Norm
 from wisparse.runtime.vllm.product import Layer, Placed, fused_products, of_codes, product_of, reserve, scratch_of
 
@@ -135,6 +137,19 @@ def test_products_of_the_plug_in_for_vllm(kind, group, zero_points, count):
     expected = twin_of_rows(x, linear, masked)
     assert_close(of_codes(x, layer, masked, dense=False), expected, torch.float32)
     assert_close(of_codes(x, layer, masked, dense=True), twin_of_rows(x, linear, 0 * masked), torch.float32)
+
+
+def test_batches_of_a_wide_output_layer_are_split(monkeypatch):
+    """A piece has at most the rows of one tile, and its own rows of the mask."""
+    linear, x = quantized_linear("int8", None, False, (100,), 64, torch.float32, 0.5), rows(130, 64, torch.float32)
+    layer, masked = layer_of(linear), torch.arange(130, device=DEVICE).remainder(3).ne(1).float()
+    monkeypatch.setattr(vllm_product, "WIDE", 99)
+    reserve(layer, x.dtype, Placed(dense=False))
+    for dense in (False, True):
+        with mock.patch.object(vllm_product, "launched", wraps=vllm_product.launched) as launched:
+            found = of_codes(x, layer, masked, dense=dense)
+        assert [len(call.args[1]) for call in launched.call_args_list] == [128, 2]
+        assert_close(found, twin_of_rows(x, linear, 0 * masked if dense else masked), torch.float32)
 
 
 # Half precision without masks, which roundings would turn; compiled, these are the kernels that vLLM's users run.

@@ -29,7 +29,7 @@ HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
 CODE_ROWS = 16  # up to which our products of codes take a batch in place of vLLM's
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # of vLLM's usual graphs
-_WIDE = 1 << 16  # outputs
+WIDE = 1 << 16  # outputs; above it large batches are split
 
 
 def channel_major(weight: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def of_codes(x: Tensor, layer: Layer, masked: Tensor, *, dense: bool) -> Tensor:
     """The product (M, N) of quantised weights on a GPU by our kernels."""
     from wisparse.kernels.gpu.products import MASKED_ROWS
 
-    if len(x) > MASKED_ROWS and sum(layer.widths) > _WIDE:  # an output layer: ``widen`` would need as much memory
+    if len(x) > MASKED_ROWS and sum(layer.widths) > WIDE:  # an output layer: ``widen`` would need as much memory
         pieces = zip(x.split(MASKED_ROWS), masked.split(MASKED_ROWS), strict=True)
         return torch.cat([of_codes(part, layer, rows, dense=dense) for part, rows in pieces])
     product = product_of(layer, x.dtype, len(x), dense=dense)
@@ -273,7 +273,7 @@ def reserve(layer: Layer, dtype: torch.dtype, placed: Placed, *, ahead: bool = F
     scratch = scratch_of(weight.device, dtype)
     if codes:
         sizes = [rows for rows in sizes if placed.many is None or rows <= CODE_ROWS]
-        if sum(layer.widths) > _WIDE:
+        if sum(layer.widths) > WIDE:
             sizes = [rows for rows in sizes if rows <= MASKED_ROWS]
     wanted = [(rows, dense) for rows in sizes]
     if codes and not dense:  # batches of prompts
