@@ -224,7 +224,7 @@ def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | No
 
 
 _FLOOR_TOKENS = 2048  # of the noise floor, at most
-_REFERENCE_BYTES = 2 << 30  # of logits that are kept while the weights are quantized
+REFERENCE_BYTES = 2 << 30  # of logits that are kept while the weights are quantized
 
 
 def rounded(logits: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def dense_logits(source: SourceModel, ids: Tensor) -> Tensor:
 def reference_logits(source: SourceModel, texts: Tensor) -> list[Tensor]:
     """Logits of as many of the sequences (S, T) as fit the memory for them, in float16."""
     each = texts.shape[1] * source.config.vocab_size * 2
-    return [rounded(dense_logits(source, ids)).cpu() for ids in texts[: max(1, _REFERENCE_BYTES // each)]]
+    return [rounded(dense_logits(source, ids)).cpu() for ids in texts[: max(1, REFERENCE_BYTES // each)]]
 
 
 def can_round(source: SourceModel) -> bool:

@@ -28,8 +28,10 @@ from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .config import full_config
+from .evaluation import REFERENCE_BYTES
 from .gguf_source import dequantised_from, open_checkpoint, open_source
 from .gptq import group_size
+from .measurement import fresh_text
 from .processes import SILENT, Progress
 from .rotation import why_fixed
 from .sensitivity import LARGEST_LOGITS
@@ -247,6 +249,12 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         count = sum(one.in_features * one.out_features * len(one.parts) for one in config.projections())
         # Experts' planes are allocated beside transformers' parameters.
         working += count * dtype.itemsize * (2 if config.has_experts else 1)
+    if device.type == "cpu":
+        working += working // 8  # what the C library keeps of the memory that is freed
+        if settings.weights != "native":  # the codes, and the logits before rounding
+            samples, length, _ = fresh_text(settings.num_samples, settings.length, 0, "cpu", tokens is None)
+            working += min(REFERENCE_BYTES, samples * length * config.vocab_size * 2)
+            working += sum(one.num_parameters for one in config.projections())
     rotated_bytes = (num_in_memory + config.untied_parameters) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)
     if settings.rotation == "pca" and fixed:

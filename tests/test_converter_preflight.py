@@ -181,11 +181,17 @@ def larger(settings: ConvertSettings, three_blocks: Path) -> ConvertSettings:
     return replace(settings, model=str(three_blocks))
 
 
+def test_rounded_weights_need_room_for_codes_and_the_logits_before(settings: ConvertSettings) -> None:
+    plain, rounded = (preflight(replace(settings, device="cpu", weights=kind)) for kind in ("native", "int8"))
+    logits = 2 * plain.config.vocab_size * plain.settings.num_samples * plain.settings.length
+    assert rounded.memory_bytes - plain.memory_bytes == plain.projection_parameters + logits
+
+
 def give_room(patch: pytest.MonkeyPatch, room: int) -> None:
     """To the weights, beside what the work needs."""
     patch.setattr("wisparse.converter.preflight.BASE_BYTES", 0)
     patch.setattr("wisparse.converter.preflight.working_bytes", lambda *_: 1 << 20)
-    patch.setattr("wisparse.converter.preflight.available_bytes", lambda device: (1 << 20) + room)
+    patch.setattr("wisparse.converter.preflight.available_bytes", lambda device: (9 << 17) + room)  # an eighth is kept
 
 
 @pytest.mark.parametrize("search", ["refine", "greedy"])
