@@ -587,19 +587,25 @@ def test_groups_that_cards_cannot_share_are_refused(python: str, quantised: Call
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "graded"])
-def test_a_quantised_bundle_has_our_logits_in_vllm(python: str, quantised: Callable[[str], Path], weights: str) -> None:
-    # Everything is vLLM's but the product, as its engine for CPUs has none for float32 or for int8 and fp8.
-    bundle = quantised(weights)
-    environment = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel", "VLLM_PLUGINS": "none-at-all"}
-    (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, **environment)
-    assert found["method"] == "compressed-tensors"
+@pytest.mark.parametrize(
+    ("weights", "settings"), [("int8", {}), ("int4", {}), ("fp8", {}), ("graded", {}), ("int4", _STAGES | _DENSE)]
+)
+def test_a_quantised_bundle_has_our_logits_in_vllm(
+    python: str, quantised: Callable[[str], Path], some_prompts: list[list[int]], weights: str, settings: dict[str, Any]
+) -> None:  # fmt: skip
+    """``settings``: with the plug-in, without masks, which rounding turns. The longest prompt is read in two pieces."""
+    bundle, prompts, environment = quantised(weights), some_prompts[3:10], {}
+    if not settings:
+        # Everything is vLLM's but the product, as its engine for CPUs has none for float32 or for int8 and fp8.
+        environment = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel", "VLLM_PLUGINS": "none-at-all"}
+    (found,) = ask(python, "logprobs", bundle, json.dumps(prompts), json.dumps(settings), **environment)
+    assert found["method"] == ("wisparse" if settings else "compressed-tensors")
     opened = Bundle.open(bundle)
-    decoder = TorchDecoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    decoder = TorchDecoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=128)
     if weights == "graded":  # vLLM's output layer is not int8
         head = "model.embed_tokens" if opened.config.tie_word_embeddings else "lm_head"
         decoder._head = opened.checkpoint.tensor(f"{head}.weight", torch.device("cpu")).float()
-    for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+    for prompt, tokens, logprobs in zip(prompts, found["tokens"], found["logprobs"], strict=True):
         ids = torch.tensor(prompt + tokens[:-1])
         own = decoder.logits(ids, len(ids))[len(prompt) - 1 :].log_softmax(-1)
         assert tokens == own.argmax(-1).tolist()

@@ -2,7 +2,7 @@
 
 python tests/vllm_peer.py tokens BUNDLE PROMPTS SETTINGS
 python tests/vllm_peer.py refusals CASES
-python tests/vllm_peer.py dense PROMPTS BUNDLE
+python tests/vllm_peer.py logprobs BUNDLE PROMPTS SETTINGS
 """
 
 import json
@@ -75,15 +75,15 @@ def refusals(cases: str) -> None:
         print(json.dumps({"error": found}), flush=True)
 
 
-def dense(prompts: str, bundle: str) -> None:
-    """A bundle's greedy tokens and all tokens' log-probabilities at their places, by plain products."""
+def logprobs(bundle: str, prompts: str, settings: str) -> None:
+    """Greedy tokens and all tokens' log-probabilities at their places; of vLLM's quantised weights by plain products."""
     from vllm import SamplingParams
     from vllm_products import register
 
     register()
     ids = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=-1)
-    llm = engine(bundle, max_logprobs=-1)
+    llm = engine(bundle, max_logprobs=-1, max_num_batched_tokens=64, **json.loads(settings))
     answers = [done.outputs[0] for done in llm.generate(ids, sampling, use_tqdm=False)]
     found: dict[str, Any] = {"method": llm.llm_engine.vllm_config.model_config.quantization}
     found["tokens"] = [list(answer.token_ids) for answer in answers]
@@ -110,4 +110,4 @@ def client(url: str, prompt: str) -> None:
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
-    {"tokens": tokens, "refusals": refusals, "dense": dense, "client": client}[sys.argv[1]](*sys.argv[2:])
+    {"tokens": tokens, "refusals": refusals, "logprobs": logprobs, "client": client}[sys.argv[1]](*sys.argv[2:])
