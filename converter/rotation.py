@@ -252,21 +252,24 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if name in rotation.outputs:
             return fitted(name) - offset
         projection, _, kind = name.rpartition(".")
-        if name in stacked and name.endswith("down_proj"):  # of all experts, transposed
-            turn = writer(stacked[name][0].removesuffix(".weight"))
-            return torch.stack([(expert.to(device).float() @ turn).cpu() for expert in checkpoint.tensor(name)])
-        if name in stacked and name.endswith("gate_up_proj"):
-            norm = norm_of(before[stacked[name][0].removesuffix(".weight")])
-            experts = ((expert.to(device).float().T * norm) @ q for expert in checkpoint.tensor(name))
-            return torch.stack([expert.T.cpu() for expert in experts])
+        if name in stacked:  # of all experts
+            part, place = stacked[name]
+            role, _, kind = part.rpartition(".")
+            writes, weights = role.endswith("down_proj"), checkpoint.tensor(name)
+            if kind == "bias":
+                return weights.to(device).float() @ writer(role) if writes else weights.float()
+
+            def turned(weight: Tensor) -> Tensor:
+                return writer(role).T @ weight if writes else (weight * norm_of(before[role])) @ q
+
+            each = (expert.to(device).float() for expert in weights)
+            return torch.stack([turned(one.T).T.cpu() if place.interleaved else turned(one).cpu() for one in each])
         if projection in by_name:
             value = with_heads(name, by_name[projection])
             if projection in after:
                 return writer(projection).T @ value
             return (value * norm_of(before[projection])) @ q if kind == "weight" else value
         value = checkpoint.tensor(name, device).float()
-        if name in stacked:  # biases
-            return value @ writer(stacked[name][0].removesuffix(".bias")) if "down_proj" in name else value
         # A router, its bias, sinks, or q/k norms
         reads = projection in before and kind == "weight"
         return (value * norm_of(before[projection])) @ q if reads else value

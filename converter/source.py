@@ -158,12 +158,20 @@ def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
                 tensors |= {f"{part}.bias": bias for part, bias in zip(projection.parts, biases, strict=True)}
     for index, block in enumerate(config.blocks):
         router = "" if block.experts is None else f"model.layers.{index}.{block.experts.router}"
-        if router and router not in tensors:  # checkpoints of old families name the router otherwise than transformers
-            tensors[router] = tensors[f"model.layers.{index}.mlp.gate.weight"]
+        if router and router not in tensors:  # some checkpoints name the router otherwise than transformers
+            names = (f"model.layers.{index}.mlp.gate.weight", router.replace("router.layer.", "router."))
+            tensors[router] = next(tensors[name] for name in names if name in tensors)
+        layout = config.architecture.experts
+        if block.experts is not None and layout is not None and layout.stacked_names is not None:
+            stacked = zip(layout.stacked_names, ("experts.gate_up_proj", "experts.down_proj"), strict=True)
+            inside = f"model.layers.{index}.{layout.module}."
+            tensors |= {inside + name: tensors[inside + own] for name, own in stacked}
+        if "sinks" in config.architecture.modules:
+            sinks = config.architecture.modules["sinks"]
+            tensors[f"model.layers.{index}.{sinks}"] = tensors[f"model.layers.{index}.self_attn.sinks"]
         bias = None if block.experts is None else block.experts.choice_bias
         if bias is not None and f"model.layers.{index}.{bias}" not in tensors:
-            inside = re.sub("^(mlp|block_sparse_moe)[.]", "mlp.gate.", bias)
-            old = f"model.layers.{index}.{inside}"
+            old = f"model.layers.{index}.{re.sub('^(mlp|block_sparse_moe)[.]', 'mlp.gate.', bias)}"
             tensors[f"model.layers.{index}.{bias}"] = tensors[old if old in tensors else old.replace(".gate", "")]
     return tensors
 

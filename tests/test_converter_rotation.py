@@ -47,7 +47,10 @@ TURNED += [
     "lfm2-bias",
     "qwen2-moe",
     "gemma4-moe",
-]  # a recurrent mixer; a shared expert behind a gate; experts beside an MLP
+    "granite-moe",
+    "gpt-oss",
+    "flint",
+]  # a recurrent mixer; a shared expert behind a gate; experts beside an MLP, in one tensor of two kinds; sinks by another name
 
 
 def opened(folder: Path) -> tuple[SourceModel, Checkpoint]:

@@ -13,6 +13,7 @@ from family_cases import make_source
 from hypothesis import example, given
 from hypothesis import strategies as st
 from quantised_models import change_config, change_tensors
+from runtime_models import EXPERTS, make_checkpoint
 from runtime_models import WRAPPERS as TINY
 from safetensors.torch import load_file, save_file
 from test_formats_architectures import JUNK
@@ -20,7 +21,7 @@ from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
 
 from wisparse.converter.config import full_config, release_refusal
-from wisparse.converter.source import choose_dtype, float32_by_onednn, load_source
+from wisparse.converter.source import choose_dtype, float32_by_onednn, load_source, weights_of
 from wisparse.converter.tokenizer import load_tokenizer
 from wisparse.formats.architectures import ARCHITECTURES, MIXERS, WRAPPERS, text_name
 from wisparse.formats.checkpoint import Checkpoint
@@ -382,3 +383,15 @@ def test_a_tied_config_beside_another_head_loads_as_in_transformers(family: str,
             given = {"attn_implementation": "eager"} if family == "gemma2" else {}
             expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given).eval()(tokens).logits
             assert torch.equal(source.model(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_loaded_models_weights_have_the_checkpoints_names(family: str, tmp_path: Path) -> None:
+    """Also those that transformers renames, as GraniteMoE's routers and Flint's sinks, which a rotation writes anew."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = Checkpoint.open(make_checkpoint(family, tmp_path), complete=full_config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found = weights_of(model, checkpoint.config)
+    for name in checkpoint.tensors:
+        assert torch.equal(found[name].float(), checkpoint.tensor(name).float()), name
