@@ -85,7 +85,7 @@ def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> N
     for backend in (one for one in ("torch", "numba") if block_ops.not_yet(config, one) is None):
         decoder = wisparse.load(bundle, device="cpu", dtype="float32", backend=backend).decoder
         assert decoder.name == backend
-        assert (decoder.logits(prompt, len(prompt)) - expected).abs().max() < 1e-4, backend
+        assert_rounded(decoder.logits(prompt, len(prompt)), expected, backend)
         assert_answers(theirs, backend, *greedy(decoder, prompt, COUNT))
         sparse = decoder.logits(prompt, 0)
         assert (sparse - expected).abs().max() > 0.1, "masks that change nothing show nothing"
@@ -93,7 +93,12 @@ def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> N
 
 def assert_answers(theirs: ClearAnswer, backend: str, tokens: list[int], logits: torch.Tensor) -> None:
     assert tokens == theirs.tokens[: len(tokens)], backend
-    assert (logits - theirs.logits[: len(tokens)]).abs().max() < 1e-4, backend
+    assert_rounded(logits, theirs.logits[: len(tokens)], backend)
+
+
+def assert_rounded(found: torch.Tensor, expected: torch.Tensor, backend: str) -> None:
+    """Within the roundings of float32, which grow with the largest logit: 50 in Gemma, 2 in Granite."""
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max(), backend
 
 
 @pytest.mark.parametrize(("variant", "search"), CASES)
