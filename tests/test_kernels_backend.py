@@ -54,7 +54,7 @@ def test_a_cudnn_that_cannot_attend_is_named_and_left_out(
     monkeypatch.setattr(cudnn, "gpu_of", lambda device: Gpu(90, 132))
     monkeypatch.setattr(cudnn, "attend_by_cudnn", attend)
     for supported in (False, True):
-        cudnn._attends.cache_clear()
+        cudnn.supports.cache_clear()
         monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda of: supported)  # noqa: B023
         assert not cudnn.cudnn_attends(cache, shape)
         assert (
@@ -62,11 +62,13 @@ def test_a_cudnn_that_cannot_attend_is_named_and_left_out(
             == ["prompts are read without cuDNN, which cannot attend: no plan for this graph"] * supported
         )
     monkeypatch.setattr(cudnn, "attend_by_cudnn", lambda *given: None)
-    cudnn._attends.cache_clear()
+    cudnn.supports.cache_clear()
     assert cudnn.cudnn_attends(cache, shape)
-    for other in (shape._replace(window=128), shape._replace(softcap=30.0), shape._replace(d=256)):
-        assert not cudnn.cudnn_attends(cache, other)
-    cudnn._attends.cache_clear()
+    for other in ({"window": 128}, {"softcap": 30.0}, {"d": 256}):
+        assert not cudnn.cudnn_attends(
+            cache, AttentionShape(**{"heads": 8, "kv_heads": 2, "d": 64, "rotary": 64, **other})
+        )
+    cudnn.supports.cache_clear()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -30,11 +30,12 @@ def cudnn_attends(cache: KVSlots, shape: AttentionShape) -> bool:
         return False
     if gpu_of(cache.k.device).arch not in (90, 100):
         return False
-    return _attends(shape.heads, shape.kv_heads, shape.d, cache.k.dtype, cache.k.device)
+    return supports(shape.heads, shape.kv_heads, shape.d, cache.k.dtype, cache.k.device)
 
 
 @cache
-def _attends(heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: torch.device) -> bool:
+def supports(heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch says that cuDNN can attend so, and a small call succeeds."""
     queries, keys = (torch.zeros(64, count, d, dtype=dtype, device=device) for count in (heads, kv_heads))
     keys = keys.transpose(0, 1)
     given = queries.transpose(0, 1)[None], keys[None], keys[None]

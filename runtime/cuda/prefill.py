@@ -49,7 +49,7 @@ _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560
 # Rows of the graphs that read several short prompts together.
 _JOINT_ROWS = (32, 128, 512)
 # Hidden size from which on the GPU needs longer for a chunk than the host for launches without a graph.
-_LARGE = 2048
+LARGE = 2048
 # Positions up to which cuDNN's plans are built ahead: a plan takes about 0.05 s and stays.
 _PLANNED = 32 * 1024
 # Bytes of GPU memory that have to be free before graphs are captured: they take some tens of MB, and cuBLAS a
@@ -125,7 +125,7 @@ class PromptReader:
         self._graphs: dict[bool, list[_Graph]] = {False: [], True: []}  # of one prompt, of several; ascending
         self.head: DraftHead | None = None
         self.gpu = gpu_of(device)
-        large, slots = config.hidden_size >= _LARGE and config.latent is None, self.cache
+        large, slots = config.hidden_size >= LARGE and config.latent is None, self.cache
         self._cudnn = large and all(cudnn_attends(one, parts[index].shape) for index, one in slots.items())
 
     @property
