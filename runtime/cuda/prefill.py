@@ -188,15 +188,15 @@ class PromptReader:
         keys = memory.as_strided((1, kv_heads, end, width), one.k.stride())
         distinct = {self.parts[index].shape: index for index in self.cache}
         inputs = self._inputs(chunk, False, memory.device)
-        for start in starts:
-            for count in (chunk - 1, chunk):
-                inputs.by_cudnn = [0, start, count]
-                launched = _Pass(self, inputs, several=False)
-                launched._cache = dict.fromkeys(self.cache, one._replace(k=keys, v=keys))
-                for index in distinct.values():
-                    qkv = self.weights.blocks[index].qkv
-                    assert qkv is not None
-                    launched._attend(index, launched.hidden.new_zeros(chunk, qkv.out_features))
+        # A chunk that is not full has the plans of a full one, and a kernel of its own.
+        for start, count in ((starts[0], chunk - 1), *((start, chunk) for start in starts)):
+            inputs.by_cudnn = [0, start, count]
+            launched = _Pass(self, inputs, several=False)
+            launched._cache = dict.fromkeys(self.cache, one._replace(k=keys, v=keys))
+            for index in distinct.values():
+                qkv = self.weights.blocks[index].qkv
+                assert qkv is not None
+                launched._attend(index, launched.hidden.new_zeros(chunk, qkv.out_features))
 
     def read(self, slot: int, token_ids: Tensor, start: int, stop: int, chunk: int) -> Tensor | None:
         """Read positions ``start`` to ``stop`` of a prompt (T,) into a slot, dense, asynchronously: (1, V) float32, the
