@@ -384,14 +384,19 @@ def test_experts_are_dense_beside_masked_attention(
     assert expected not in [runtime_tokens(bundle.folder, prompt, COUNT, len(prompt), one) for one in (None, 0)]
 
 
+def family_with_wide_heads(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model's bundle; vLLM's attention takes heads of 32 and more."""
+    model_type, given = VARIANTS[name]
+    monkeypatch.setitem(VARIANTS, name, (model_type, given | {"head_dim": 32}))
+    return converted_family(make_source(name, folder / "source"), folder / "bundle", "uniform")
+
+
 @pytest.mark.exhaustive
 def test_a_family_that_vllm_runs_by_transformers_classes(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their batches have two dimensions; compiled, the inputs of down_proj are masked ahead."""
-    model_type, given = VARIANTS["seed-oss"]
-    monkeypatch.setitem(VARIANTS, "seed-oss", (model_type, given | {"head_dim": 32}))
-    bundle = converted_family(make_source("seed-oss", tmp_path / "source"), tmp_path / "bundle", "uniform")
+    bundle = family_with_wide_heads("seed-oss", tmp_path, monkeypatch)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 250, (length,), generator=generator).tolist() for length in (5, 70, 9)]
     found = tokens_of(python, bundle, prompts, {"enforce_eager": False})
@@ -562,10 +567,7 @@ def test_an_embedding_that_is_the_output_layer_is_rounded_for_it(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's Gemma 2 has no module for the output layer."""
-    model_type, given = VARIANTS["gemma2"]
-    monkeypatch.setitem(VARIANTS, "gemma2", (model_type, given | {"head_dim": 32}))
-    converted = converted_family(make_source("gemma2", tmp_path / "source"), tmp_path / "bundle", "uniform")
-    coarse = coarse_output(converted, tmp_path / "coarse", 64, offset=1)
+    coarse = coarse_output(family_with_wide_heads("gemma2", tmp_path, monkeypatch), tmp_path / "coarse", 64, offset=1)
     prompts = torch.randint(3, 250, (10, 5), generator=torch.Generator().manual_seed(5)).tolist()
     found = tokens_of(python, coarse, prompts, WISPARSE_VLLM_OUTPUT_LAYER="int8")
     expected = own_tokens(coarse, prompts, "dense", output_layer="int8")
