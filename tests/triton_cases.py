@@ -15,16 +15,15 @@ import torch
 
 from wisparse.formats.model_config import DeltaNet, Mamba2
 from wisparse.kernels.gpu.attention import (
-    Attended,
     AttentionShape,
     QKNorms,
     RotaryTables,
     Rows,
     launch_attention,
-    launch_chunk_attention,
 )
 from wisparse.kernels.gpu.common import Input, KVSplits, Output
 from wisparse.kernels.gpu.count import launch_count
+from wisparse.kernels.gpu.cudnn import Attended, merge
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.gemm import gemm, mask_rows
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
@@ -441,34 +440,29 @@ def attended(queries, keys, values, mask, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("seed", range(8))
-def test_chunk_attention_continues_from_parts(dtype, seed):
-    """In any split of the positions before the chunk, of which the kernel attends to the rest; with the chunk itself done
-    too it only merges. The rows beyond the chunk are undefined."""
+def test_attention_to_parts_of_the_positions_is_merged(dtype, seed):
+    """A chunk's own positions and those before it, with sinks and gates as other families have them."""
     generator = torch.Generator().manual_seed(seed)
-    kv_heads, group, d, count, tiles, rest, gated, whole = (
+    kv_heads, group, count, start, gated, sunk = (
         int(torch.randint(least, most + 1, (), generator=generator))
-        for least, most in ((1, 3), (1, 5), (1, 5), (1, 150), (1, 3), (0, 80), (0, 1), (0, 1))
+        for least, most in ((1, 3), (1, 5), (1, 40), (0, 80), (0, 1), (0, 1))
     )
-    heads, d, first = kv_heads * group, 8 * d, 64 * tiles
-    start, padded = first + rest, count if whole else count + 9
+    heads, d = kv_heads * group, 64
     shape = AttentionShape(heads, kv_heads, d, d, gated=bool(gated))
-    stored = rows(2 * kv_heads, (start + count) * d, dtype, seed=seed).view(2, 1, kv_heads, start + count, d)
-    qkv = rows(padded, (heads * (1 + gated) + 2 * kv_heads) * d, dtype, seed=seed + 1)
-    queries = rows(padded, heads * d, dtype, seed=seed + 2).view(padded, heads, d)
-    (keys, values), position = stored[:, 0], torch.arange(start + count, device=DEVICE)
-    past = position <= start + torch.arange(padded, device=DEVICE)[:, None]
-    pieces = [(position < first), (position >= first) & past] if whole else [position < first]
-    parts = [attended(queries, keys, values, piece.expand_as(past), dtype) for piece in pieces]
-    if not whole:
-        parts[0].out[count:] = parts[0].lse[:, count:] = float("nan")
-    out = torch.full_like(queries, float("nan"))
-    chunk = torch.tensor((0, start, count), device=DEVICE)
-    given = queries, qkv, chunk, kv_slots(*stored), out, shape, d**-0.5
-    launch_chunk_attention(*given, attended=parts, first=start + count if whole else first)
-    expected = attended(queries, keys, values, past, torch.float64).out
+    keys, values = rows(2 * kv_heads, (start + count) * d, dtype, seed=seed).view(2, kv_heads, start + count, d)
+    qkv = rows(count, (heads * (1 + gated) + 2 * kv_heads) * d, dtype, seed=seed + 1)
+    queries = rows(count, heads * d, dtype, seed=seed + 2).view(count, heads, d)
+    sinks = rows(1, heads, dtype, seed=seed + 3)[0] if sunk else None
+    position = torch.arange(start + count, device=DEVICE)
+    past = position <= start + torch.arange(count, device=DEVICE)[:, None]
+    pieces = [(position >= start) & past, *([(position < start).expand_as(past)] * (start > 0))]
+    parts = [attended(queries, keys, values, piece, dtype) for piece in pieces]
+    expected, lse = attended(queries, keys, values, past, torch.float64)
+    if sinks is not None:
+        expected = expected * (lse - torch.logaddexp(lse, sinks.float()[:, None])).exp().T[..., None]
     if gated:
-        expected *= qkv.view(padded, -1)[:, : 2 * heads * d].view(padded, heads, 2, d)[:, :, 1].double().sigmoid()
-    assert_close(out[:count], expected[:count], dtype)
+        expected = expected * qkv[:, : 2 * heads * d].view(count, heads, 2, d)[:, :, 1].double().sigmoid()
+    assert_close(merge(parts, qkv, sinks, shape), expected, dtype)
 
 
 # One row: whole rows of the weights, of one block of channels, of one in several passes, and in blocks; several rows.

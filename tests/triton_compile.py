@@ -27,7 +27,6 @@ from triton.runtime import JITFunction
 
 from wisparse.kernels.gpu import tiles
 from wisparse.kernels.gpu.attention import (
-    Attended,
     AttentionShape,
     QKNorms,
     RotaryTables,
@@ -39,6 +38,7 @@ from wisparse.kernels.gpu.attention import (
 )
 from wisparse.kernels.gpu.common import Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.count import launch_count
+from wisparse.kernels.gpu.cudnn import Attended, merge
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import (
@@ -226,9 +226,12 @@ def attention(
     sinks = empty(shape.heads, dtype=dtype) if sunk else None
     if rows:
         q = empty(rows, shape.heads, shape.d)
-        launch_store_kv(qkv, empty(3, dtype=I64), slots, rotary, q, shape, norms)
-        options = {"attended": [Attended(q, empty(shape.heads, rows, dtype=FP32))] * attended, "first": 64 * attended}
-        launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1, sinks=sinks, **options)
+        own = empty(2, shape.kv_heads, rows, shape.d) if attended else None
+        launch_store_kv(qkv, empty(3, dtype=I64), slots, rotary, q, shape, norms, own)
+        if attended:
+            merge([Attended(q, empty(shape.heads, rows, dtype=FP32))] * attended, qkv, sinks, shape)
+        else:
+            launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1, sinks=sinks)
         return
     sums, step = empty(1, shape.heads, splits, dtype=FP32), Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
     if stored:
@@ -473,7 +476,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{f"{name} {kind}": partial(attention, arch, cached=stored, **given) for name, given in (
             ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
         ) for kind, stored in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
-        **({f"chunk attended {n}": partial(attention, arch, rows=128, attended=n, gated=n > 1) for n in (1, 2)} if arch == 90 else {}),
+        **({f"chunk attended {n}": partial(attention, arch, rows=128, attended=n, sunk=n == 1, gated=n > 1) for n in (1, 2)} if arch == 90 else {}),
         "chunk sunk": partial(attention, arch, rows=128, sunk=True, d=64, rotary=64, window=128, heads=64),
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         **{f"{name} {kind}": partial(latent, arch, cached=stored, **given) for name, given in (

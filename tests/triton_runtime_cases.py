@@ -13,7 +13,7 @@ from bundle_maker import PoisonedPages
 from triton_decoder_cases import DEVICE, assert_as_exact, make_bundle, within_half_precision
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.kernels.gpu.attention import Attended
+from wisparse.kernels.gpu.cudnn import Attended
 from wisparse.runtime.cuda import decoder as cuda_decoder
 from wisparse.runtime.cuda import prefill as cuda_prefill
 from wisparse.runtime.cuda import step as cuda_step
@@ -240,9 +240,9 @@ def plain_part(queries, keys, values, scale, *, causal=False):
     return Attended(out.contiguous(), scores.logsumexp(-1))
 
 
-def test_cudnn_attends_to_the_chunks_before(monkeypatch):
-    """On a GPU cuDNN itself. The first chunk is the kernel's, the second cuDNN's, a third that is nearly full both's; one
-    that is not, or begins elsewhere, is the kernel's again."""
+def test_cudnn_attends_to_long_chunks(monkeypatch):
+    """On a GPU cuDNN itself. The first two chunks and a third that is nearly full are cuDNN's, padded; one that is not, one
+    that begins elsewhere, and a short first one are the kernel's."""
     lengths, attend = [], plain_part if DEVICE.type == "cpu" else cuda_prefill.attend_by_cudnn
 
     def noting(queries, keys, *given, causal=False):
@@ -253,7 +253,8 @@ def test_cudnn_attends_to_the_chunks_before(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(cuda_prefill, "cudnn_attends", lambda cache, shape: shape.window == 0)
     monkeypatch.setattr(cuda_prefill, "LARGE", 1)
-    monkeypatch.setattr(cuda_prefill, "_ROWS", (64,))
+    monkeypatch.setattr(cuda_prefill, "_ROWS", (16, 48, 64))
+    monkeypatch.setattr(cuda_prefill, "_FIRST_ROWS", 48)
     monkeypatch.setattr(cuda_prefill, "_JOINT_ROWS", (16,))
     monkeypatch.setattr(cuda_prefill, "_CHUNK", 64)
     bundle = make_bundle("llama", 0.5, num_hidden_layers=1, **({} if DEVICE.type == "cpu" else {"head_dim": 64}))
@@ -264,11 +265,12 @@ def test_cudnn_attends_to_the_chunks_before(monkeypatch):
     fast.prepare_thread()
     if DEVICE.type == "cuda" and not lengths:
         pytest.skip("cuDNN is not used on this GPU")
-    assert {length for length, _ in lengths} == {64, 128, 192}  # planned
+    own = 64, True
+    assert set(lengths) == {(48, True), own, (64, False), (128, False), (192, False)}  # planned
     monkeypatch.setattr(fast, "_read", None)
     prompt = torch.arange(250) * 7 % 70
-    second, third = [(64, False), (64, True)], [(128, False)]
-    for start, stop, expected in ((0, 180, second + third), (180, 240, [])):
+    whole = [own, own, (64, False), own, (128, False)]
+    for start, stop, expected in ((0, 180, whole), (180, 240, []), (0, 16, []), (0, 40, [(48, True)])):
         lengths.clear()
         within_half_precision(fast, slow, exact, lambda d: d.prefill(1, prompt, 250, start=start, stop=stop))  # noqa: B023
         assert lengths == expected

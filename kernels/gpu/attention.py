@@ -22,7 +22,6 @@ products are rounded to the model's dtype, as in transformers. Twin: ``runtime.t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,13 +73,6 @@ class AttentionShape(NamedTuple):
     gates_last: bool = False  # or all heads' queries are followed by their gates
     shared: bool = False  # the values are the keys before norm and rotation
     value_norm: bool = False  # each head's values are divided by their root mean square
-
-
-class Attended(NamedTuple):
-    """Attention of a chunk's rows to some positions."""
-
-    out: Tensor  # (T, heads, D) dtype
-    lse: Tensor  # (heads, T) float32, natural logarithm of the sum of exp(score)
 
 
 class _Config(NamedTuple):
@@ -170,7 +162,7 @@ def _queries(
 
 
 @triton.jit
-def _gate_at(head, shape: tl.constexpr):
+def gate_at(head, shape: tl.constexpr):
     """The first element of a head's gate, from a row's first query on."""
     return (shape.heads + head if shape.gates_last else 2 * head + 1) * shape.d
 
@@ -332,8 +324,8 @@ def _attention_kernel(
     head = kv_head * GROUP + g
     live = (g < GROUP)[:, None] & (d < D)[None, :]
     if shape.gated:  # applied to every split: linear in acc
-        gate_at = _gate_at(head, shape)[:, None] + d[None, :]
-        gate = tl.load(query_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
+        at_gate = gate_at(head, shape)[:, None] + d[None, :]
+        gate = tl.load(query_ptr + at_gate, mask=live, other=0.0).to(tl.float32)
         acc = acc / (1.0 + tl.exp(-gate))
     at = (row * shape.heads + head) * config.splits + split
     tl.store(out.maximum + at, m, mask=g < GROUP)
@@ -403,7 +395,9 @@ def launch_store_rows(
 
 
 @triton.jit
-def _store_kv_kernel(qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.constexpr, config: tl.constexpr):
+def _store_kv_kernel(
+    qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, own_ptr, shape: tl.constexpr, config: tl.constexpr
+):
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     GROUP: tl.constexpr = shape.heads // shape.kv_heads
@@ -418,14 +412,19 @@ def _store_kv_kernel(qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.
     d = tl.arange(0, config.d_pad)
     at = (row * shape.heads + kv_head * GROUP + g)[:, None] * D + d[None, :]
     tl.store(q_ptr + at, q, mask=(g < GROUP)[:, None] & (d < D)[None, :])
-    _store_new_kv(query_ptr, kv_head, tl.load(chunk_ptr), p, live, cos, sin, norms, cache, shape, config, dtype)
+    slot = tl.load(chunk_ptr)
+    k, v = _store_new_kv(query_ptr, kv_head, slot, p, live, cos, sin, norms, cache, shape, config, dtype)
+    if own_ptr is not None:
+        rows = tl.num_programs(0)
+        own = own_ptr + (kv_head * rows + row) * D + d
+        tl.store(own, k.to(dtype), mask=d < D)
+        tl.store(own + shape.kv_heads * rows * D, v.to(dtype), mask=d < D)
 
 
 @triton.jit
 def _chunk_attention_kernel(
-    q_ptr, qkv_ptr, chunk_ptr, cache, out_ptr, sinks_ptr, attended, first, rows, scale_log2,  # of launch_chunk_attention
-    shape: tl.constexpr, config: tl.constexpr, ATTENDED: tl.constexpr,
-):  # fmt: skip
+    q_ptr, qkv_ptr, chunk_ptr, cache, out_ptr, sinks_ptr, rows, scale_log2, shape: tl.constexpr, config: tl.constexpr
+):
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     D_PAD: tl.constexpr = config.d_pad
@@ -446,9 +445,7 @@ def _chunk_attention_kernel(
     at = (row * shape.heads + head)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + at, mask=live, other=0.0)
     end = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, last) + 1
-    if ATTENDED == 0:
-        first = 0
-    begin = first
+    begin = 0
     if shape.window > 0:
         begin = tl.maximum(start + tl.minimum(tile * BLOCK_M // GROUP, last) + 1 - shape.window, 0)
     # Finite, as with a sliding window a tile may have no position that a row attends to.
@@ -458,25 +455,16 @@ def _chunk_attention_kernel(
         m = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
         total = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-    for i in tl.static_range(ATTENDED):
-        lse = tl.load(attended[i].lse + head * rows + row, mask=row < rows, other=0.0) * _LOG2_E
-        larger = tl.maximum(m, lse)
-        rescale = tl.exp2(m - larger)
-        weight = tl.exp2(lse - larger)
-        m = larger
-        total = total * rescale + weight
-        x = tl.load(attended[i].out + at, mask=live, other=0.0).to(tl.float32)
-        acc = acc * rescale[:, None] + x * weight[:, None]
     q, q_odd = split_columns(q, cache)
     acc, acc_odd = split_columns(acc, cache)
     # First the tiles of positions that all rows attend to. Two loops over codes would not fit into the registers.
     APART: tl.constexpr = shape.window == 0 and cache.k_scale is None
     if APART:
         whole = (start + tl.minimum(tile * BLOCK_M // GROUP, last) + 1) // BLOCK_T * BLOCK_T
-        for t0 in tl.range(first, whole, BLOCK_T, num_stages=config.stages):
+        for t0 in tl.range(0, whole, BLOCK_T, num_stages=config.stages):
             kv = load_kv(cache, slot, kv_head, t0 + tl.arange(0, BLOCK_T), None, D, D_PAD)
             m, total, acc, acc_odd = _attend(q, q_odd, kv, None, m, total, acc, acc_odd, scale_log2, shape, dtype)
-        begin = tl.maximum(first, whole)
+        begin = whole
     for t0 in tl.range(begin, end, BLOCK_T, num_stages=1 if APART else config.stages):  # a few tiles if APART
         t = t0 + tl.arange(0, BLOCK_T)
         kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
@@ -487,36 +475,35 @@ def _chunk_attention_kernel(
     acc = join_columns(acc, acc_odd, cache)
     out = acc / total[:, None]
     if shape.gated:
-        gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + _gate_at(head, shape)
-        gate = tl.load(qkv_ptr + gate_at[:, None] + d[None, :], mask=live, other=0.0).to(tl.float32)
+        at_gate = row * (2 * shape.heads + 2 * shape.kv_heads) * D + gate_at(head, shape)
+        gate = tl.load(qkv_ptr + at_gate[:, None] + d[None, :], mask=live, other=0.0).to(tl.float32)
         out = out / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + at, out.to(dtype), mask=live)
 
 
 def launch_store_kv(
     qkv: Tensor, chunk: Tensor, cache: KVSlots, rotary: RotaryTables, queries: Tensor, shape: AttentionShape,
-    norms: QKNorms,
+    norms: QKNorms, own: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store a chunk's rotated keys and its values in the cache, its rotated queries in ``queries`` (T, heads, D). qkv:
     (T, (heads + 2 * kv_heads) * D). chunk: (3,) int64: slot, first position, number of rows; rows beyond are not
-    cached."""
+    cached. ``own``: (2, kv_heads, T, D), for the keys and values of all rows, those beyond too; not with a cache of
+    codes."""
     d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(shape.heads // shape.kv_heads)
     config = _Config(0, 0, 0, 0, d_pad, group_pad)
-    _store_kv_kernel[(len(queries), shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
+    _store_kv_kernel[(len(queries), shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, own, shape, config)
 
 
 def launch_chunk_attention(
     queries: Tensor, qkv: Tensor, chunk: Tensor, cache: KVSlots, out: Tensor, shape: AttentionShape, scale: float, *,
-    sinks: Tensor | None = None, stages: int = 2, attended: Sequence[Attended] = (), first: int = 0,
+    sinks: Tensor | None = None, stages: int = 2,
 ) -> None:  # fmt: skip
     """Launch one block's attention for a chunk, after ``launch_store_kv``; fp16 and bf16 only. qkv: for the gates; out:
-    (T, heads, D); sinks and stages as for ``launch_attention``. ``attended``: to positions before ``first``, a multiple
-    of 64, or to some of the chunk, in which case ``first`` is its end; not with a window, a soft cap or a cache of codes."""
+    (T, heads, D); sinks and stages as for ``launch_attention``."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
     d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(group)
     config = _Config(0, block_m, 64 if shape.d <= 128 else 32, stages, d_pad, group_pad)
     _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
-        queries, qkv, chunk, cache, out, sinks, tuple(attended), first, rows, scale * _LOG2_E.value, shape, config,
-        len(attended),
-    )  # fmt: skip
+        queries, qkv, chunk, cache, out, sinks, rows, scale * _LOG2_E.value, shape, config
+    )

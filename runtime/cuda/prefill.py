@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
-from wisparse.kernels.gpu.attention import Attended, Rows, launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.attention import Rows, launch_chunk_attention, launch_store_kv
 from wisparse.kernels.gpu.common import Input, KVSplits
-from wisparse.kernels.gpu.cudnn import attend_by_cudnn, cudnn_attends
+from wisparse.kernels.gpu.cudnn import attend_by_cudnn, cudnn_attends, merge
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, multiply
@@ -50,6 +50,8 @@ _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560
 _JOINT_ROWS = (32, 128, 512)
 # Hidden size from which on the GPU needs longer for a chunk than the host for launches without a graph.
 LARGE = 2048
+# Rows of a prompt's first chunk from which on cuDNN attends, of those above.
+_FIRST_ROWS = 2048
 # Positions up to which cuDNN's plans are built ahead: a plan takes about 0.05 s and stays.
 _PLANNED = 32 * 1024
 # Bytes of GPU memory that have to be free before graphs are captured: they take some tens of MB, and cuBLAS a
@@ -72,11 +74,6 @@ def too_little_memory(device: torch.device) -> str | None:
     return None
 
 
-def _least(chunk: int) -> int:
-    """The fewest rows of a chunk that cuDNN attends: it computes the padding too, at 1.3 times the kernel's rate."""
-    return 3 * chunk // 4 + 1
-
-
 class _Inputs:
     """The positions of one prompt or of several, in one tensor that is copied to the device at once. Each part is aligned
     to 16 bytes: Triton compiles a kernel again for pointers of another alignment."""
@@ -90,7 +87,7 @@ class _Inputs:
         self.positions, self.slots = places.view(torch.int32).view(2, padded)[:, :rows]
         self.last = last[:prompts]  # index of each prompt's last row
         self.tokens.fill_(-1)  # negative for an idle row
-        self.by_cudnn: list[int] | None = None  # ``chunk`` on the host if cuDNN attends
+        self.by_cudnn: tuple[int, int] | None = None  # slot and first position, on the host, if cuDNN attends
 
 
 class _Graph(NamedTuple):
@@ -179,24 +176,36 @@ class PromptReader:
     def prepare_cudnn(self, chunk: int) -> None:
         """Build cuDNN's plans and compile the kernels that continue from its results; on scratch memory with the strides of
         the cache, whose pages may be unmapped."""
-        starts = range(chunk, min(len(self.parts[0].rotary.cos), _PLANNED) - _least(chunk) + 1, chunk)
-        if not (self._cudnn and starts):
+        if not self._cudnn:
             return
-        one, end = next(iter(self.cache.values())), (len(starts) + 1) * chunk
+        longest = len(self.parts[0].rotary.cos)
+        firsts = {self._rows_by_cudnn(0, count, chunk) for count in range(1, min(chunk, longest) + 1)} - {None}
+        planned = [(rows, 0) for rows in firsts if rows is not None]
+        planned += [(chunk, start) for start in range(chunk, min(longest, _PLANNED) - 3 * chunk // 4, chunk)]
+        one, end = next(iter(self.cache.values())), chunk + max((start for _, start in planned), default=0)
         _, kv_heads, _, width = one.k.shape
         memory = one.k.new_zeros((kv_heads - 1) * one.head_stride + end * one.stride)
         keys = memory.as_strided((1, kv_heads, end, width), one.k.stride())
         distinct = {self.parts[index].shape: index for index in self.cache}
-        inputs = self._inputs(chunk, False, memory.device)
-        # A chunk that is not full has the plans of a full one, and a kernel of its own.
-        for start, count in ((starts[0], chunk - 1), *((start, chunk) for start in starts)):
-            inputs.by_cudnn = [0, start, count]
+        for rows, start in planned:
+            inputs = self._inputs(rows, False, memory.device)
+            inputs.by_cudnn = 0, start
             launched = _Pass(self, inputs, several=False)
             launched._cache = dict.fromkeys(self.cache, one._replace(k=keys, v=keys))
             for index in distinct.values():
                 qkv = self.weights.blocks[index].qkv
                 assert qkv is not None
-                launched._attend(index, launched.hidden.new_zeros(chunk, qkv.out_features))
+                launched._attend(index, launched.hidden.new_zeros(rows, qkv.out_features))
+
+    def _rows_by_cudnn(self, start: int, count: int, chunk: int) -> int | None:
+        """Rows of a pass over ``count`` positions in which cuDNN attends, padding included; None: the kernel attends.
+        cuDNN computes the padding too, at 1.3 times the kernel's rate or more."""
+        if not self._cudnn or start % chunk:
+            return None
+        if start > 0:
+            return chunk if count > 3 * chunk // 4 else None
+        rows = next((rows for rows in _ROWS if count <= rows), chunk)
+        return rows if _FIRST_ROWS <= rows <= chunk else None
 
     def read(self, slot: int, token_ids: Tensor, start: int, stop: int, chunk: int) -> Tensor | None:
         """Read positions ``start`` to ``stop`` of a prompt (T,) into a slot, dense, asynchronously: (1, V) float32, the
@@ -206,8 +215,8 @@ class PromptReader:
             return None
         while start < stop:
             end = min((start // chunk + 1) * chunk, stop)
-            padded = self._cudnn and start > 0 and start % chunk == 0 and end - start >= _least(chunk)
-            self._read([(slot, token_ids[:end], start)], several=False, by_cudnn=chunk if padded else None)
+            rows = self._rows_by_cudnn(start, end - start, chunk)
+            self._read([(slot, token_ids[:end], start)], several=False, by_cudnn=rows)
             start = end
         return self.logits.logit
 
@@ -236,7 +245,7 @@ class PromptReader:
         on_device = self._inputs(rows, several, device) if graph is None else graph.inputs
         on_device.data.copy_(inputs.data, non_blocking=True)
         if graph is None:
-            on_device.by_cudnn = None if by_cudnn is None else inputs.chunk.tolist()
+            on_device.by_cudnn = None if by_cudnn is None else prompts[0][::2]
             self._launch(on_device, several=several)
         else:
             graph.replay()
@@ -286,21 +295,23 @@ class _Pass(BlockLauncher):
         if self._joint is not None:
             self._attend_rows(index, qkv, self._joint, stored=True)
             return Input(launch_combine(self._joint, hidden.dtype))
-        (rotary, shape, norms), cache, out = self._parts[index], self._cache[index], torch.empty_like(self._queries)
-        launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms)
-        attended, first, scale = list[Attended](), 0, self.config.attention_scale
-        if self._by_cudnn is not None:
-            slot, first, count = self._by_cudnn
-            keys, values, whole = cache.k[slot], cache.v[slot], slice(first, first + count)
-            attended.append(attend_by_cudnn(self._queries, keys[:, :first], values[:, :first], scale))
-            if count == len(hidden):
-                own = keys[:, whole], values[:, whole]
-                attended.append(attend_by_cudnn(self._queries, *own, scale, causal=True))
-                first += count
-        arguments = self._queries, qkv, self._chunk, cache, out, shape, scale
-        options: dict[str, Any] = {"sinks": block.sinks, "stages": self._stages}
-        launch_chunk_attention(*arguments, attended=attended, first=first, **options)
-        return Input(out.reshape(len(hidden), -1))
+        (rotary, shape, norms), cache, scale = self._parts[index], self._cache[index], self.config.attention_scale
+        rows, _, width = self._queries.shape
+        if self._by_cudnn is None:
+            launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms)
+            out = torch.empty_like(self._queries)
+            parts = self._queries, qkv, self._chunk, cache, out, shape, scale
+            launch_chunk_attention(*parts, sinks=block.sinks, stages=self._stages)
+        else:
+            slot, start = self._by_cudnn
+            own = hidden.new_empty(2, shape.kv_heads, rows, width)
+            launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms, own)
+            attended = [attend_by_cudnn(self._queries, *own, scale, causal=True)]
+            if start > 0:
+                before = cache.k[slot][:, :start], cache.v[slot][:, :start]
+                attended.append(attend_by_cudnn(self._queries, *before, scale))
+            out = merge(attended, qkv, block.sinks, shape)
+        return Input(out.reshape(rows, -1))
 
     def _linear(self, index: int, role: str, value: Input) -> Tensor:
         x, linear = tensor_of(value), getattr(self.weights.blocks[index], role)
