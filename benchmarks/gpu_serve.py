@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from gpu_codes import plugin_path
 from gpu_models import Several, blocks_option, endless_source, need_gpu, out_option, save, shape_option
 
 from wisparse.runtime.serve.transport import open_socket
@@ -114,9 +115,12 @@ class Client:
         return statistics.median(rates)
 
 
-def environment() -> dict[str, str]:
-    """The package from this checkout, wherever the script was started."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+def environment(*paths: Path) -> dict[str, str]:
+    """The package from this checkout, wherever the script was started; ``paths``: searched too."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, paths), os.environ.get("PYTHONPATH", "")]),
+    }
 
 
 def free_port() -> int:
@@ -125,11 +129,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(command: Sequence[object], port: int, log: Path) -> Iterator[tuple[Client, float]]:
-    """A client of a server in a process of its own, once ``/health`` answers, and the seconds that took."""
+def server(command: Sequence[object], port: int, log: Path, *paths: Path) -> Iterator[tuple[Client, float]]:
+    """A client of a server in a process of its own, once ``/health`` answers, and the seconds that took; ``paths``: where it
+    finds modules."""
     began = time.perf_counter()
     with open(log, "w", encoding="utf-8") as file:
-        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, env=environment())
+        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, env=environment(*paths))
     try:
         while True:
             with contextlib.suppress(OSError):
@@ -149,7 +154,8 @@ def server(command: Sequence[object], port: int, log: Path) -> Iterator[tuple[Cl
 
 
 def peer_model(bundle: Path, weights: str, folder: Path) -> Path:
-    """A folder with a bundle's ``config.json`` and tokenizer for a server that fills in random weights of a type."""
+    """A folder with a bundle's ``config.json`` and tokenizer for a server that fills in random weights of a type (vLLM, with
+    ``gpu_codes``)."""
     folder.mkdir()
     for file in bundle.glob("*token*.json"):
         os.symlink(file, folder / file.name)
@@ -253,7 +259,7 @@ def first(
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        bundle = folder / "bundle"
+        bundle, plugins = folder / "bundle", plugin_path(folder / "plugins")
         if is_tiny:
             source = endless_source(folder / "source")
             make = ["-m", "wisparse", "convert", source, "-o", bundle, "--sparsity", 0.5, "--device", device, "-q"]
@@ -299,7 +305,7 @@ def first(
                 port, log = free_port(), folder / f"{name}.log"
                 command = [str(word).replace("{port}", str(port)) for word in command]
                 try:
-                    client, seconds = running.enter_context(server(command, port, log))
+                    client, seconds = running.enter_context(server(command, port, log, Path(__file__).parent, plugins))
                 except Exception as error:  # the other servers are measured all the same
                     result[name] = {"error": f"{type(error).__name__}: {error}", "log": log.read_text()[-2000:]}
                     return None

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import torch
+from gpu_codes import plugin_path
 from gpu_models import Several, need_gpu, out_option, save
 from shapes import LLAMA_8B
 
@@ -61,8 +62,8 @@ def vllm(
 ) -> None:  # fmt: skip
     """vLLM with the plug-in beside dense vLLM: start, memory, tokens a second by requests at once, prompts.
 
-    Built: Llama-3.1-8B's config.json, with the weights of --weights, and a bundle of it with thresholds; vLLM fills in its own random weights
-    (load_format="dummy"). The thresholds are those that drop half of each projection's channels on tokens that the model
+    Built: Llama-3.1-8B's config.json, with the weights of --weights, and a bundle of it with thresholds; vLLM fills in random weights
+    (load_format="dummy"), gpu_codes.py random codes. The thresholds are those that drop half of each projection's channels on tokens that the model
     itself decoded dense, all channel scales are 1, and the share that is dropped is counted on other such tokens. Nothing
     needs to be installed: vLLM finds the plug-in by a folder with its entry point. Caches are empty at the start.
 
@@ -125,13 +126,10 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def environment(work: Path, model: str) -> dict[str, str]:
-    """The plug-in's entry point, and empty caches."""
-    info = work / "plugin" / "wisparse-0.1.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wisparse\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nwisparse = wisparse.runtime.vllm.plugin:register\n")
-    paths = [str(ROOT), str(ROOT / "benchmarks"), str(info.parent), os.environ.get("PYTHONPATH", "")]
+    """The plug-ins' entry points, and empty caches."""
     caches = work / f"cache-{model}"
+    plugins = plugin_path(caches / "plugins", {"wisparse": "wisparse.runtime.vllm.plugin:register"})
+    paths = [str(ROOT), str(ROOT / "benchmarks"), str(plugins), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_CACHE_ROOT": str(caches),
         "TRITON_CACHE_DIR": str(caches / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
