@@ -178,7 +178,7 @@ def pack(
                     break
     lack = f"{num_samples} samples of {seq_len} tokens need {num_samples * body} tokens, found {num_tokens}"
     advice = "give more text, or lower --num-samples or --seq-len"
-    raise CalibrationError(f"calibration text {source} is too short: {lack}; {advice}")
+    raise CalibrationError(f"text {source} is too short: {lack}; {advice}")
 
 
 def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int) -> Iterator[str]:

@@ -197,10 +197,11 @@ def _beside(out: Path) -> tuple[Path, Path]:
 
 def _check_out(out: Path, kind: Kind, overwrite: bool) -> None:
     if os.path.lexists(out):
-        if not overwrite and not out.is_file():  # a file is never replaced, which `_owned` says
+        owned = _owned(out, kind)  # nothing else is ever replaced
+        if not overwrite:
             raise UsageError(f"{out}: already exists; choose another output folder or pass --overwrite")
         # Its files will be deleted; check now that this is possible.
-        for inside in sorted({(out / name).parent for name in (*_owned(out, kind), kind.manifest)}):
+        for inside in sorted({(out / name).parent for name in (*owned, kind.manifest)}):
             require_writable(inside, f"{out}", "change that, or choose another output folder")
 
 
@@ -214,7 +215,7 @@ def _owned(folder: Path, kind: Kind) -> set[str]:
     planned, finished = _planned(folder, kind), kind.files(folder)
     known = {*(planned or ()), *(finished or ()), UNFINISHED}
     if found and planned is None and finished is None:
-        raise UsageError(f"{folder}: not {kind.name}, so --overwrite will not replace it; choose another output folder")
+        raise UsageError(f"{folder}: not {kind.name}, so it is not replaced; choose another output folder")
     for name in found:
         if name not in known and not (name.endswith("/") and any(one.startswith(name) for one in known)):
             raise UsageError(f"{folder}: holds {name!r:.200}, which is not part of {kind.name}; move it away first")

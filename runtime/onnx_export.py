@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from onnx import TensorProto, helper
 
 from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import SMALL_FILES, Bundle
-from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, WisparseError
+from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, UsageError, WisparseError
 from wisparse.formats.folder import Kind, check_target, replaced_folder
 from wisparse.formats.guard import dump_json, expect, read_json
 from wisparse.formats.tensor_file import is_finite
@@ -82,6 +83,15 @@ def export_onnx(
         known = "attention of every block's own, and dense MLPs"
         why = f"expected {known}, found {lacking}, which have no ONNX export yet; run the bundle with wisparse generate"
         raise UnsupportedModelError(f"{config.model_type}: {why}")
+    if recipe.graded:
+        if bundle.sparsity:
+            raise UsageError("export-onnx: a graded bundle is exported as its dense model alone: add --sparsity 0")
+        # Without planes its output layer is the stored one, which our back ends round to int8 beside graded weights.
+        levels = {
+            level: {name: replace(mask, plane_thresholds=()) for name, mask in masks.items()}
+            for level, masks in bundle.levels.items()
+        }
+        bundle = replace(bundle, recipe=replace(recipe, plane_bits=()), levels=levels)
     graph = DecoderGraph(bundle, opset, dtype)
     model = graph.build()
     read = {tensor for tensor, _ in graph.weights.values()}

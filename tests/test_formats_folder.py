@@ -66,6 +66,11 @@ def test_made_and_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="already exists; choose another output folder or pass --overwrite"):
         write(out, "three", overwrite=False)
     assert content(out) == whole("two")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for overwrite in (False, True):  # no advice that does not help
+        with pytest.raises(UsageError, match="mine: not a thing, so it is not replaced; choose another output folder"):
+            write(tmp_path / "mine", "four", overwrite=overwrite)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "pictures/mine.png", "pictures/deep/x", "empty/"])

@@ -242,6 +242,16 @@ def test_a_request_and_a_saved_speed_name_their_bits(bundle: Path, tmp_path: Pat
     assert (code, "bits: expected one of the bundle's levels" in err) == (2, True), err
 
 
+def test_an_onnx_export_is_the_dense_model(bundle: Path, tmp_path: Path, run: Run) -> None:
+    """With the output layer as it is stored, which our back ends round to int8."""
+    pytest.importorskip("onnx", reason="needs the onnx extra")
+    pytest.importorskip("onnxruntime", reason="needs the onnx extra")
+    code, _, errors = run("export-onnx", str(bundle), str(tmp_path / "out"))
+    assert (code, "a graded bundle is exported as its dense model alone: add --sparsity 0" in errors) == (2, True)
+    code, output, errors = run("export-onnx", str(bundle), str(tmp_path / "out"), "--sparsity", "0")
+    assert (code, "0 sparse projections" in output, "agrees with our runtime" in output) == (0, True, True), errors
+
+
 def limits(values: list[float]) -> Change:
     return lambda folder: change_tensor(folder / SIDECAR, f"{O_PROJ}.plane_threshold", values)
 

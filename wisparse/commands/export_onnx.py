@@ -53,8 +53,6 @@ def command(bundle: str, out: Path, sparsity: float | None, revision: str | None
     check_target(Path(os.path.abspath(out)), EXPORT, how["overwrite"])  # before a bundle is fetched
     started = time.monotonic()
     opened = open_bundle(bundle, revision, sparsity)
-    if opened.recipe.graded and opened.sparsity:
-        raise UsageError("export-onnx: expected --sparsity 0, the dense model, for a graded bundle, found a level")
     report = export_onnx(opened, out, **how)
     report["seconds"] = round(time.monotonic() - started, 3)
     for note in report["notes"]:
