@@ -306,10 +306,10 @@ class _Pass(BlockLauncher):
             slot, start = self._by_cudnn
             own = hidden.new_empty(2, shape.kv_heads, rows, width)
             launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms, own)
-            attended = [attend_by_cudnn(self._queries, *own, scale, causal=True)]
+            attended = [attend_by_cudnn(self._queries, own[0], own[1], scale, causal=True)]
             if start > 0:
-                before = cache.k[slot][:, :start], cache.v[slot][:, :start]
-                attended.append(attend_by_cudnn(self._queries, *before, scale))
+                keys, values = cache.k[slot][:, :start], cache.v[slot][:, :start]
+                attended.append(attend_by_cudnn(self._queries, keys, values, scale))
             out = merge(attended, qkv, block.sinks, shape)
         return Input(out.reshape(rows, -1))
 
