@@ -1,7 +1,7 @@
 """A plug-in of vLLM for measurements: with ``load_format="dummy"`` quantized weights get random codes.
 
-vLLM 0.26 fills floating-point parameters alone. Codes keep what their memory held, mostly zeros, and with equal codes a GPU
-needs less power: int8 prompts of 16,000 tokens took 118 ms instead of 131 (8 blocks of the 8B shape, H200).
+vLLM fills floating-point parameters alone (findings/vllm-dummy-codes.sh), and with equal codes a GPU needs less power: int8
+prompts of 16,000 tokens took 118 ms instead of 131 (8 blocks of the 8B shape, H200, vLLM 0.26).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 
 def register() -> None:
     """What vLLM calls, in each of its processes and more than once."""
-    from vllm.model_executor.model_loader import dummy_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    initialize = dummy_loader.initialize_dummy_weights
-    if initialize.__module__ == __name__:
+    load = DummyModelLoader.load_weights
+    if load.__module__ == __name__:
         return
 
-    def initialize_with_codes(layer: torch.nn.Module, *given: Any, **more: Any) -> None:
-        initialize(layer, *given, **more)
-        for name, parameter in layer.named_parameters(recurse=False):
-            if name in ("weight_packed", "qweight"):
+    def load_with_codes(loader: DummyModelLoader, model: torch.nn.Module, *given: Any) -> None:
+        load(loader, model, *given)
+        for name, parameter in model.named_parameters():
+            if name.endswith((".weight_packed", ".qweight")):
                 generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
                 parameter.data.view(torch.uint8).random_(256, generator=generator)
 
-    dummy_loader.initialize_dummy_weights = initialize_with_codes
+    DummyModelLoader.load_weights = load_with_codes
 
 
 def plugin_path(folder: Path, more: Mapping[str, str] | None = None) -> Path:

@@ -134,6 +134,8 @@ def environment(work: Path, model: str) -> dict[str, str]:
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_CACHE_ROOT": str(caches),
         "TRITON_CACHE_DIR": str(caches / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "WISPARSE_CACHE": str(caches / "tiles"), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends functions
+        # Of several GPUs: the plug-in's imports initialize CUDA in the process that starts the workers.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }  # fmt: skip
 
 

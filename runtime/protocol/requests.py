@@ -293,9 +293,10 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
     @classmethod
     def _several(cls, prompt: Any) -> Any:
-        prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
-        if isinstance(prompts, list) and prompts and all(isinstance(one, str) or _is_ids(one) for one in prompts):
-            return prompts
+        if isinstance(prompt, str) or _is_ids(prompt):
+            return [prompt]
+        if isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_ids(one) for one in prompt):
+            return prompt
         raise invalid("", "a text, a list of token ids, or a list of either", prompt)
 
 
