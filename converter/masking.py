@@ -193,7 +193,7 @@ def sparsify(
     Raises:
         UsageError: an unknown ``prefill``, a sparsity that the bundle lacks, or a model whose projections cannot be
             reached (tensor-parallel, fused).
-        UnsupportedModelError: the model is not of the bundle's architecture or shape.
+        UnsupportedModelError: the model is not of the bundle's architecture or shape, or has other weights.
         AccessError, BundleError: the bundle cannot be found, or is damaged.
     """
     guard.choice("prefill", prefill, PREFILL_POLICIES)
@@ -208,6 +208,7 @@ def sparsify(
             "sparsify: a graded bundle is read by planes by wisparse.load; here choose sparsity 0, the dense model"
         )
     projections = _find_projections(model, bundle)
+    _check_weights(projections, bundle)
     desparsify(model)
     experts = find_experts(model, bundle.config)
     projections |= experts
@@ -285,6 +286,19 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
             differs = f"the bundle's mask has {num_channels} channels, the model's projection {width}"
             raise UnsupportedModelError(f"{name}: {differs}")
     return {name: modules[name] for name in bundle.masks}
+
+
+def _check_weights(projections: Mapping[str, nn.Module], bundle: Bundle) -> None:
+    """Refuse the source's weights where the bundle's are rotated: its masks are of other channels. A fine-tuned model is
+    accepted. Packed and offloaded weights, and those of experts, are not compared."""
+    names = [one.name for one in bundle.config.projections() if one.block == 0 and not one.experts]
+    for name in names:
+        weight = getattr(projections[name], "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta:
+            stored = bundle.checkpoint.tensor(f"{name}.weight", weight.device).float()
+            if weight.shape == stored.shape and (weight.detach().float() - stored).norm() > stored.norm() / 2:
+                advice = "load the model with AutoModelForCausalLM.from_pretrained of the bundle"
+                raise UnsupportedModelError(f"{name}: expected the bundle's own weights, found others; {advice}")
 
 
 _METHOD = "wisparse"

@@ -149,12 +149,15 @@ def test_wrong_models_and_bundles_are_refused(bundle: Path, tmp_path: Path) -> N
     tiny = make_checkpoint("llama", tmp_path / "l")
     changed = load(bundle)
     changed.model.layers[2].mlp.up_proj = torch.nn.Identity()
+    rotated = load(bundle)  # as the source of a rotated bundle, whose masks are of other channels
+    rotated.model.layers[0].self_attn.q_proj.weight.data = rotated.model.layers[0].self_attn.q_proj.weight.flip(1)
     for model, folder, error, words in (
         (load(other), bundle, UnsupportedModelError, "for a llama model, found 'qwen2'"),
         (load(tiny), bundle, UnsupportedModelError, "expected a projection of that name"),  # fewer blocks
         (load(bundle), make_bundle(tiny, tmp_path / "lb"), UnsupportedModelError, "channels"),  # other width
         (torch.nn.Linear(2, 2), bundle, UsageError, "expected a transformers causal LM"),
         (changed, bundle, UnsupportedModelError, r"layers\.2\.mlp\.up_proj"),
+        (rotated, bundle, UnsupportedModelError, r"layers\.0\.self_attn\.q_proj: expected the bundle's own weights"),
     ):
         with pytest.raises(error, match=words):
             sparsify(model, folder)
