@@ -172,9 +172,9 @@ def test_commands(tabled: Path, speeds: dict[float, float], run: Callable[..., t
     assert code == 0, err
     assert "int8 dense, about 100 tok/s" in out
     assert "weights int8, sparsity 0.4" in out
-    code, _, err = run("generate", tabled, "--prompt", "x", "--max-kl", "-1")
-    assert code == 2
-    assert "--max-kl" in err
+    for wrong in ("-1", "fast"):
+        code, _, err = run("generate", tabled, "--prompt", "x", "--max-kl", wrong)
+        assert (code, "--max-kl" in err, "nor one of auto, off" in err) == (2, True, True)
 
 
 def test_the_environment_names_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

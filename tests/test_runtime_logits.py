@@ -280,7 +280,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root := ("}, "grammar: it does not compile"),
     ({"grammar": "start: " + "(" * NESTED + '"a"' + ")" * NESTED}, "grammar: it does not compile"),
     ({"grammar": "root ::= " + "(" * NESTED + '"a"' + ")" * NESTED}, "grammar: it does not compile"),
-    ({"grammar": "start: /a/", "json_schema": {}}, "grammar: expected none beside json_schema"),
+    ({"grammar": "start: /a/", "json_schema": {}}, "grammar: expected none beside a JSON schema"),
     # With other settings of the library's this one runs for minutes.
     ({"grammar": "start: /(((a{1000}){1000}){1000})/"}, "too many expressions"),
 ]

@@ -100,7 +100,12 @@ class OrWord(click.ParamType):
         self.name, self._inner, self._words = name, inner, words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._words[value] if value in self._words else self._inner.convert(value, param, ctx)
+        if value in self._words:
+            return self._words[value]
+        try:
+            return self._inner.convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(f"{error.message.rstrip('.')}, nor one of {', '.join(self._words)}", param, ctx)
 
 
 FOLDER = FOLDER_OR_ID = _Place("dir")

@@ -139,7 +139,7 @@ class GenerationSettings(SamplingParams):
     @property
     def parsed_grammar(self) -> Grammar | None:
         if self.json_schema is not None and self.grammar is not None:
-            raise UsageError("grammar: expected none beside json_schema, found both")
+            raise UsageError("grammar: expected none beside a JSON schema, found both")
         if self.json_schema is not None:
             return Grammar.of_schema("json_schema", self.json_schema)
         return None if self.grammar is None else Grammar("grammar", self.grammar)

@@ -163,7 +163,8 @@ def command(
         batch = Batch(prompts, output, {"bundle": bundle, **settings})
         model = shared.load_model(bundle, settings, max_batch)
         count, before = batch.run(model, settings)
-        click.echo(f"{count} answers in {output}{f', {before} of them from before' if before else ''}", err=True)
+        earlier = f", {before} of them from before" if before else ""
+        click.echo(f"{count} answer{'s' * (count != 1)} in {output}{earlier}", err=True)
         return
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file: expected one of them, found both")
