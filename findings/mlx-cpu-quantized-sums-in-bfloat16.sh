@@ -6,7 +6,8 @@
 # Seen: they are summed in the activations' type. 4,096 ones times ones are 256 in bfloat16 and 2,048 in float16, where adding one no
 # longer changes the sum. Of normal random numbers the error is 0.07 of the result's norm at 4,096 inputs and 0.03 at 576, for 8
 # bits as for 4; the dense product's is 0.002, and rounding the weights to 8 bits costs 0.009. Modes mxfp4 and mxfp8 are summed
-# right, and so is affine in float32. Nothing is printed. (Plain sums on the CPU had the same fault, mended by pull request 4387.)
+# right, and so is affine in float32. SmolLM2-135M-Instruct in 8 bits by mlx-lm 0.32.2 (48 tokens of English) has a KL of 0.15 to the
+# dense model with bfloat16 activations, 0.005 with float32. Nothing is printed. (Plain sums on the CPU had the same fault, mended by pull request 4387.)
 # Ends with an error if this changes.
 set -euo pipefail
 folder=$(mktemp -d)
