@@ -1,13 +1,15 @@
-"""Anthropic's ``/v1/messages``, asked by Anthropic's own client."""
+"""Anthropic's ``/v1/messages``, asked by Anthropic's own client; helpers of both clients beside the protocol."""
 
+import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel
 from served import NAME, Running, lose_device, with_template
 
 from wisparse.runtime.generation.engine import Engine, QueueFullError
@@ -231,6 +233,51 @@ def test_an_answer_of_a_schema(server: Running) -> None:
     config = {"format": {"type": "json_schema", "schema": CITY}, "effort": "low"}
     found = ask(server, extra_body={"output_config": config})
     assert json.loads(found.content[0].text)["city"] in ("Rome", "Oslo")
+
+
+class Place(BaseModel):
+    city: Literal["Rome", "Oslo"]
+    square: bool
+
+
+class Visit(BaseModel):
+    place: Place
+    days: Literal[1, 2, 3]
+
+
+def test_answers_that_the_clients_parse(server: Running) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": ASK}
+    chats, responses = server.client().chat.completions, server.client().responses
+    answer = chats.parse(**asked, temperature=0, response_format=Visit).choices[0].message
+    assert isinstance(answer.parsed, Visit)
+    with chats.stream(**asked, temperature=0, response_format=Visit) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert stream.get_final_completion().choices[0].message.content == text == answer.content
+    one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    called = chats.parse(**asked, **one, tools=[openai.pydantic_function_tool(Visit)])
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Visit)
+    assert isinstance(responses.parse(model=NAME, input="def f(x):", text_format=Visit).output_parsed, Visit)
+    found = client(server).messages.parse(**asked, max_tokens=100, output_format=Visit)
+    assert isinstance(found.parsed_output, Visit)
+
+
+def test_asynchronous_clients(server: Running) -> None:
+    root = f"http://127.0.0.1:{server.port}"
+    asked: dict[str, Any] = {"model": NAME, "messages": ASK, "max_tokens": 12, "extra_body": {"temperature": 0}}
+
+    async def ask() -> set[str | None]:
+        chats = openai.AsyncOpenAI(base_url=f"{root}/v1", api_key="none", max_retries=0).chat.completions
+        messages = anthropic.AsyncAnthropic(base_url=root, api_key="none", max_retries=0).messages
+        said = await asyncio.gather(*(chats.create(**asked) for _ in range(2)))
+        told = await asyncio.gather(*(messages.create(**asked) for _ in range(2)))
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in await chats.create(**asked, stream=True)]
+        return {
+            *(one.choices[0].message.content for one in said),
+            *(one.content[0].text for one in told),
+            "".join(pieces),
+        }
+
+    assert asyncio.run(ask()) == {server.chat(ASK, max_tokens=12).choices[0].message.content}
 
 
 def test_a_streams_events(server: Running) -> None:
