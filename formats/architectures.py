@@ -176,11 +176,6 @@ class Architecture:
     without: tuple[str, ...] = ()  # config keys of unsupported arithmetic, which have to be null or false
     always: tuple[str, ...] = ()  # config keys that have to be true
 
-    def __post_init__(self) -> None:
-        for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
-            if given not in known:
-                raise ValueError(f"{self.class_name}: expected {name} to be one of {known}, found {given}")
-
     @property
     def gated(self) -> bool:
         """Whether an MLP is down(activation(gate(x)) * up(x)); else it is down(activation(up(x)))."""
@@ -188,6 +183,7 @@ class Architecture:
 
 
 _BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_LLAMA: dict[str, Any] = {**_BIASES, "mlp_bias": "mlp_bias"}
 _WINDOWS: dict[str, Any] = {"layer_types": True}
 _UNGATED: dict[str, Any] = {"gate_up": _GATE_UP[2], "activations": {"relu2": "relu2"}}
 _GEMMA: dict[str, Any] = {**_BIASES, "norm_offset": True, "embedding_multiplier": ("hidden_size", 0.5)}
@@ -213,8 +209,7 @@ _GEMMA4: dict[str, Any] = {
     "local_rope": True,
 }
 _GRANITE: dict[str, Any] = {
-    **_BIASES,
-    "mlp_bias": "mlp_bias",
+    **_LLAMA,
     "attention_scale": ("attention_multiplier", 1),
     "embedding_multiplier": ("embedding_multiplier", 1),
     "residual_multiplier": ("residual_multiplier", 1),
@@ -246,7 +241,27 @@ _LFM2: dict[str, Any] = {
     "recurrent": "conv",
 }
 _LATENT: dict[str, Any] = {**_BIASES, "latent": True, "interleaved": True}
+_GATE_PROJ: dict[str, Any] = {
+    "modules": {"attention_gate_proj": "self_attn.gate_proj"},
+    "attention_gate": "attention_gate_proj",
+}
+_HUNYUAN: dict[str, Any] = {
+    **_BIASES,
+    "qk_norm": QKNorm(after_rotary=True, names=("query_layernorm", "key_layernorm")),
+}
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
+_MIXTRAL: dict[str, Any] = {
+    "intermediate_size": "intermediate_size",
+    "module": "block_sparse_moe",
+    "names": ("w1", "w3", "w2"),
+}
+
+
+def _shared_experts(count: str) -> dict[str, Any]:
+    """Shared experts of the others' size; ``count``: the config key of their number."""
+    return {"shared_size": "moe_intermediate_size", "shared_count": count, "shared_module": "shared_experts"}
+
+
 # DeepSeek-V3's router and shared experts.
 _DEEPSEEK: dict[str, Any] = {
     "renormalised": "norm_topk_prob",
@@ -256,16 +271,16 @@ _DEEPSEEK: dict[str, Any] = {
     "rounded": None,
     "choice_bias": "mlp.gate.e_score_correction_bias",
     "count": "n_routed_experts",
-    "shared_size": "moe_intermediate_size",
-    "shared_count": "n_shared_experts",
-    "shared_module": "shared_experts",
     "group_best": 2,
+    **_shared_experts("n_shared_experts"),
 }
+_DEEPSEEK_EXPERTS = ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace")
 # A shared expert behind a gate.
 _GATED: dict[str, Any] = {
     "shared_size": "shared_expert_intermediate_size",
     "shared_gate": "mlp.shared_expert_gate.weight",
 }
+_QWEN_EXPERTS = ExpertsLayout("norm_topk_prob", **_GATED, dense_blocks="decoder_sparse_step")
 _MAMBA = ("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias")
 _V2: dict[str, Any] = {
     "renormalised": False,
@@ -276,9 +291,9 @@ _V2: dict[str, Any] = {
 }
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
-    "iquestcoder": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
-    "internlm3": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
+    "llama": Architecture("LlamaForCausalLM", **_LLAMA),
+    "iquestcoder": Architecture("LlamaForCausalLM", **_LLAMA),
+    "internlm3": Architecture("LlamaForCausalLM", **_LLAMA),
     "cwm": Architecture("CwmForCausalLM", **_WINDOWS, mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM", window=True),
     "ministral": Architecture("MinistralForCausalLM", **_WINDOWS),
@@ -299,33 +314,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         local_rope=True,
         experts=ExpertsLayout("norm_topk_prob", dense_blocks="mlp_layer_types"),
     ),
-    "qwen2_moe": Architecture(
-        "Qwen2MoeForCausalLM",
-        **_WINDOWS,
-        qkv_bias="qkv_bias",
-        experts=ExpertsLayout("norm_topk_prob", **_GATED, dense_blocks="decoder_sparse_step"),
-    ),
-    "qwen3_5_moe_text": Architecture(
-        "Qwen3_5MoeForCausalLM",
-        **_QWEN3_5,
-        experts=ExpertsLayout(True, **_GATED),
-    ),
+    "qwen2_moe": Architecture("Qwen2MoeForCausalLM", **_WINDOWS, qkv_bias="qkv_bias", experts=_QWEN_EXPERTS),
+    "qwen3_5_moe_text": Architecture("Qwen3_5MoeForCausalLM", **_QWEN3_5, experts=ExpertsLayout(True, **_GATED)),
     "qwen3_next": Architecture(
-        "Qwen3NextForCausalLM",
-        **{**_QWEN3_5, "mtp": False},
-        interleaved_delta=True,
-        experts=ExpertsLayout("norm_topk_prob", **_GATED, dense_blocks="decoder_sparse_step"),
+        "Qwen3NextForCausalLM", **{**_QWEN3_5, "mtp": False}, interleaved_delta=True, experts=_QWEN_EXPERTS
     ),
-    "mixtral": Architecture(
-        "MixtralForCausalLM",
-        window=True,
-        experts=ExpertsLayout(
-            True,
-            intermediate_size="intermediate_size",
-            module="block_sparse_moe",
-            names=("w1", "w3", "w2"),
-        ),
-    ),
+    "mixtral": Architecture("MixtralForCausalLM", window=True, experts=ExpertsLayout(True, **_MIXTRAL)),
     "olmoe": Architecture(
         "OlmoeForCausalLM",
         **_BIASES,
@@ -373,15 +367,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
     ),
     "gemma4_unified_text": Architecture("Gemma4UnifiedForCausalLM", **_GEMMA4),
-    "arcee": Architecture("ArceeForCausalLM", **_BIASES, **_UNGATED, mlp_bias="mlp_bias"),
+    "arcee": Architecture("ArceeForCausalLM", **_LLAMA, **_UNGATED),
     "muse_glimmer_text": Architecture(
         "MuseGlimmerForCausalLM",  # of `wisparse.converter.muse_glimmer`: transformers has none of the text model
         **{**_NEWER_GEMMA, "attention_scale": None, "embedding_multiplier": None},
         final_offset=False,
         output_eps="post_norm_eps",
         embedding_norm=True,
-        modules={"attention_gate_proj": "self_attn.gate_proj"},
-        attention_gate="attention_gate_proj",
+        **_GATE_PROJ,
         qk_norm=QKNorm(names=()),
         query_multiplier=("qk_scale_factor", 1),
         unrotated="layer_rope_theta",
@@ -389,9 +382,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", **_OLMO),
     "olmo3": Architecture("Olmo3ForCausalLM", **_OLMO, **_WINDOWS, local_rope=True),
-    "smollm3": Architecture(
-        "SmolLM3ForCausalLM", **_BIASES, **_WINDOWS, mlp_bias="mlp_bias", unrotated="no_rope_layers"
-    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", **_LLAMA, **_WINDOWS, unrotated="no_rope_layers"),
     "granite": Architecture("GraniteForCausalLM", **_GRANITE),
     "granitemoe": Architecture(
         "GraniteMoeForCausalLM",
@@ -471,25 +462,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qkv_bias="attention_bias",
         partial=True,
         qk_norm=QKNorm(key="use_qk_norm"),
-        experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace"),
+        experts=_DEEPSEEK_EXPERTS,
     ),
     "solar_open": Architecture(
         "SolarOpenForCausalLM", qkv_bias="attention_bias", partial=True, experts=ExpertsLayout(**_DEEPSEEK)
     ),
-    "dots1": Architecture(
-        "Dots1ForCausalLM", **_QWEN3, experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace")
-    ),
+    "dots1": Architecture("Dots1ForCausalLM", **_QWEN3, experts=_DEEPSEEK_EXPERTS),
     "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",
         partial=True,
         qk_norm=QKNorm(per_head=False),
         experts=ExpertsLayout(
-            True,
-            score="sigmoid",
-            choice_bias="block_sparse_moe.e_score_correction_bias",
-            intermediate_size="intermediate_size",
-            module="block_sparse_moe",
-            names=("w1", "w3", "w2"),
+            True, score="sigmoid", choice_bias="block_sparse_moe.e_score_correction_bias", **_MIXTRAL
         ),
     ),
     "helium": Architecture("HeliumForCausalLM", qkv_bias="attention_bias", mlp_bias="mlp_bias", interleaved=True),
@@ -510,15 +494,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             dense_blocks="mlp_layer_types",
         ),
     ),
-    "hunyuan_v1_dense": Architecture(
-        "HunYuanDenseV1ForCausalLM",
-        **_BIASES,
-        qk_norm=QKNorm(after_rotary=True, names=("query_layernorm", "key_layernorm")),
-    ),
+    "hunyuan_v1_dense": Architecture("HunYuanDenseV1ForCausalLM", **_HUNYUAN),
     "hunyuan_v1_moe": Architecture(
         "HunYuanMoEV1ForCausalLM",
-        **_BIASES,
-        qk_norm=QKNorm(after_rotary=True, names=("query_layernorm", "key_layernorm")),
+        **_HUNYUAN,
         experts=ExpertsLayout(
             True,
             chosen="moe_topk",
@@ -544,9 +523,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             choice_bias_row=True,
             count="moe_num_experts",
             chosen="moe_k",
-            shared_size="moe_intermediate_size",
-            shared_count="moe_num_shared_experts",
-            shared_module="shared_experts",
+            **_shared_experts("moe_num_shared_experts"),
             dense_blocks="moe_layer_interval",
         ),
     ),
@@ -562,24 +539,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         mlp_bias="mlp_bias",
         experts=ExpertsLayout(**{**_DEEPSEEK, **_V2}, dense_blocks="first_k_dense_replace"),
     ),
-    "deepseek_v3": Architecture(
-        "DeepseekV3ForCausalLM",
-        **_LATENT,
-        experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace"),
-    ),
-    "sarvam_mla": Architecture(
-        "DeepseekV3ForCausalLM",
-        **_LATENT,
-        experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace"),
-    ),
+    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", **_LATENT, experts=_DEEPSEEK_EXPERTS),
+    "sarvam_mla": Architecture("DeepseekV3ForCausalLM", **_LATENT, experts=_DEEPSEEK_EXPERTS),
     "youtu": Architecture("YoutuForCausalLM", **_LATENT, mlp_bias="mlp_bias"),
     "afmoe": Architecture(
         "AfmoeForCausalLM",
         **_BIASES,
         **_WINDOWS,
         norms=Norms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
-        modules={"attention_gate_proj": "self_attn.gate_proj"},
-        attention_gate="attention_gate_proj",
+        **_GATE_PROJ,
         qk_norm=QKNorm(),
         unrotated="full",
         embedding_multiplier=("hidden_size", 0.5),
@@ -591,9 +559,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             choice_bias="mlp.expert_bias",
             scale="route_scale",
             router="router.gate",
-            shared_size="moe_intermediate_size",
-            shared_count="num_shared_experts",
-            shared_module="shared_experts",
+            **_shared_experts("num_shared_experts"),
             dense_blocks="num_dense_layers",
         ),
     ),

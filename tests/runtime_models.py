@@ -22,6 +22,12 @@ LONGROPE = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
 _NEAR = {"rope_type": "default", "rope_theta": 100.0}  # of the blocks with a window
 _WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_SCALINGS = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5,
+}
+# Experts, as most families name their numbers and sizes, and as others do.
+_SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 # name -> (model_type, settings). Families whose blocks differ from Llama's in more than a switch. The numbers are small
 # enough that windows, caps and the second rotary embedding all change the tokens of a short prompt.
@@ -48,20 +54,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", {**_WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": _NEAR}}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7}),
-    "granite": ("granite", {
-        "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5,
-        "attention_bias": True,
-    }),
+    "granite": ("granite", {**_SCALINGS, "attention_bias": True}),
     "granite-swa": ("granite_swa", {
-        **_WINDOWS, "layer_rope_theta": [100.0, 0, 10000.0], "embedding_multiplier": 3.0, "attention_multiplier": 0.4,
-        "residual_multiplier": 0.6, "logits_scaling": 2.5, "tie_word_embeddings": False,
+        **_WINDOWS, **_SCALINGS, "layer_rope_theta": [100.0, 0, 10000.0], "tie_word_embeddings": False,
     }),
     "cwm": ("cwm", {**_WINDOWS, "head_dim": 24, "rope_parameters": LLAMA3}),
     "internlm3": ("internlm3", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
     "iquestcoder": ("iquestcoder", {"head_dim": 24}),
-    "hyperclovax": ("hyperclovax", {
-        "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5,
-    }),
+    "hyperclovax": ("hyperclovax", _SCALINGS),
     "hyperclovax-plain": ("hyperclovax", {"use_post_norm": False, "head_dim": 24, "attention_bias": True}),
     "gemma": ("gemma", {"head_dim": 24, "attention_bias": True}),
     "ministral": ("ministral", {**_WINDOWS, "head_dim": 24}),
@@ -101,8 +101,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid": ("granitemoehybrid", {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 0,
         "shared_intermediate_size": 88, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2,
-        "mamba_proj_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6,
-        "logits_scaling": 2.5,
+        "mamba_proj_bias": True, **_SCALINGS,
     }),
     "nemotron-h": ("nemotron_h", {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"], "head_dim": 24,
@@ -125,28 +124,19 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }
 
-_LATENT = {
-    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
+_LATENT_HEADS = {
     "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28, "attention_bias": True,
     "num_key_value_heads": 4,
 }
-FAMILIES["youtu"] = ("youtu", {
-    **{key: value for key, value in _LATENT.items() if "expert" not in key and "moe" not in key}, "q_lora_rank": 48,
-    "tie_word_embeddings": False,
-})
+_LATENT = {**_ROUTED, "n_shared_experts": 2, **_LATENT_HEADS}
+FAMILIES["youtu"] = ("youtu", {**_LATENT_HEADS, "q_lora_rank": 48, "tie_word_embeddings": False})
 # name -> as above: models with experts, in all blocks but the second of the first one.
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-moe": ("qwen3_moe", {
-        "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1],
-        "norm_topk_prob": True,
-    }),
-    "qwen2-moe": ("qwen2_moe", {
-        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
-    }),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 24, **_SIX, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen2-moe": ("qwen2_moe", {**_SIX, "shared_expert_intermediate_size": 56}),
     "flex-olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "norm_topk_prob": True}),
     "mellum": ("mellum", {
-        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        **_WINDOWS, "head_dim": 24, **_SIX, "mlp_layer_types": ["sparse", "dense", "sparse"],
         "rope_parameters": {"full_attention": YARN, "sliding_attention": _NEAR},
     }),
     "ernie-moe": ("ernie4_5_moe", {
@@ -154,28 +144,19 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": False,
     }),
     "lfm2-moe": ("lfm2_moe", {
-        "layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 40, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "intermediate_size": 96,
+        "layer_types": ["conv", "full_attention", "conv"], **_SIX, "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+        "intermediate_size": 96,
     }),
     "glm4-moe": ("glm4_moe", {
-        "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "use_qk_norm": True,
-        "routed_scaling_factor": 1.5, "attention_bias": True,
+        "head_dim": 24, **_ROUTED, "use_qk_norm": True, "routed_scaling_factor": 1.5, "attention_bias": True,
     }),
-    "glm4-moe-plain": ("glm4_moe", {
-        "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
-        "norm_topk_prob": False,
-    }),
-    "solar-open": ("solar_open", {
-        "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-    }),
+    "glm4-moe-plain": ("glm4_moe", {"head_dim": 16, **_ROUTED, "n_shared_experts": 2, "norm_topk_prob": False}),
+    "solar-open": ("solar_open", {"head_dim": 24, **_ROUTED}),
     "dots1": ("dots1", {
-        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
-        "first_k_dense_replace": 1, "sliding_window": 7, "max_window_layers": 1, "routed_scaling_factor": 1.5,
+        **_ROUTED, "n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 7, "max_window_layers": 1,
+        "routed_scaling_factor": 1.5,
     }),
-    "exaone-moe": ("exaone_moe", {
-        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "sliding_window_pattern": None,
-    }),
+    "exaone-moe": ("exaone_moe", {**_WINDOWS, "head_dim": 24, **_SIX, "sliding_window_pattern": None}),
     "minimax-m2": ("minimax_m2", {
         "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
@@ -192,38 +173,26 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {**YARN, "mscale": 1.3, "mscale_all_dim": 1.3},
     }),
     "granite-moe": ("granitemoe", {
-        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5, "attention_bias": True,
+        **_SCALINGS, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "attention_bias": True,
     }),
-    "afmoe": ("afmoe", {
-        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "mup_enabled": True, "route_scale": 1.5,
-    }),
-    "flint": ("flint", {
-        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 56,
-    }),
+    "afmoe": ("afmoe", {**_WINDOWS, "head_dim": 24, **_SIX, "mup_enabled": True, "route_scale": 1.5}),
+    "flint": ("flint", {**_WINDOWS, "head_dim": 24, **_SIX, "shared_expert_intermediate_size": 56}),
     "deepseek-v2-groups": ("deepseek_v2", {
         **_LATENT, "q_lora_rank": 48, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
     }),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
-    "qwen3.5-moe": ("qwen3_5_moe_text", {
-        **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 56,
-    }),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**HYBRIDS["qwen3.5"][1], **_SIX, "shared_expert_intermediate_size": 56}),
     "qwen3-next": ("qwen3_next", {
-        **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 56, "mlp_only_layers": [1],
+        **HYBRIDS["qwen3.5"][1], **_SIX, "shared_expert_intermediate_size": 56, "mlp_only_layers": [1],
     }),
     "gemma4-moe": ("gemma4_text", {
         **FAMILIES["gemma4"][1], "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
         "moe_intermediate_size": 40,
     }),
     "nemotron-h-moe": ("nemotron_h", {
-        **HYBRIDS["nemotron-h"][1], "layers_block_type": None, "hybrid_override_pattern": "MEM*-E",
-        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 3, "topk_group": 2,
-        "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
+        **HYBRIDS["nemotron-h"][1], "layers_block_type": None, "hybrid_override_pattern": "MEM*-E", **_ROUTED,
+        "n_group": 3, "topk_group": 2, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 1.5,
     }),
     "gpt-oss": ("gpt_oss", {
         **_WINDOWS, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
