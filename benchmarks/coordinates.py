@@ -92,20 +92,7 @@ class Trial:
 
     def kl(self, source: SourceModel, result: SearchResult | None = None) -> dict[str, float]:
         """By text; all weights are read without a result."""
-        found = {}
-        for name, evaluator in self.evaluators.items():
-            of_source = evaluator.against(source)
-            if result is None:
-                kls = (
-                    (before.exp() * (before - of_source._log_probs(ids))).sum(dtype=torch.float64)
-                    for ids, before in zip(
-                        evaluator.input_ids.split(evaluator.batch_size), of_source._dense, strict=True
-                    )
-                )
-                found[name] = float(sum(kls)) / evaluator.input_ids.numel()
-            else:
-                found[name] = of_source(result).kl
-        return found
+        return {name: evaluator.against(source)(result).kl for name, evaluator in self.evaluators.items()}
 
     def masked(self, source: SourceModel, tokens: CalibrationTokens, kind: str, level: float) -> dict[str, float]:
         return self.kl(source, search(source, tokens, SearchSettings(sparsity=level, search=kind, seed=self.seed)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -25,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from serve_soak import address_of
+
+from wisparse.runtime.benchmark import machine
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
@@ -117,9 +119,7 @@ def with_outputs(page: str, found: list[dict[str, Any]]) -> str:
 
 
 @click.command()
-@click.option(
-    "--source", type=click.Path(path_type=Path, exists=True), help="A folder that stands for the Hub's model."
-)
+@click.option("--source", type=click.Path(path_type=Path, exists=True), help="A folder instead of the Hub's model.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write PATH.json and PATH.md.")
 @click.option("--page", type=click.Path(path_type=Path, exists=True), help="Put outputs and table into this page.")
@@ -135,10 +135,8 @@ def main(source: Path | None, device: str, out: Path | None, page: Path | None) 
             (folder / MODEL).symlink_to(source.resolve())
         for command, typed in COMMANDS.items():
             if command.startswith("wisparse serve"):
-                program = Path(sys.executable).parent / "wisparse"
-                server = subprocess.Popen(
-                    [program, *shlex.split(command)[1:]], cwd=folder, stderr=subprocess.PIPE, text=True
-                )
+                words = [str(Path(sys.executable).parent / "wisparse"), *shlex.split(command)[1:]]
+                server = subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
                 print(f"$ {command} &\n{address_of(server)}\n", flush=True)
                 continue
             if gpu is not None:
@@ -149,25 +147,15 @@ def main(source: Path | None, device: str, out: Path | None, page: Path | None) 
             print(block(found[-1]), end="\n\n", flush=True)
         server.terminate()
         server.wait(90)
-    machine = {name: version(name) for name in ("wisparse", "torch", "transformers")}
-    machine |= {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0)), "processor": _processor()}
-    if gpu is not None:
-        ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        machine["gpu"] = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
-    print(table(found), f"\n\n{', '.join(f'{name} {value}' for name, value in machine.items())}")
+    conditions = {name: version(name) for name in ("wisparse", "transformers")}
+    conditions |= machine(torch.device("cpu" if gpu is None else "cuda"))
+    print(table(found), f"\n\n{', '.join(f'{name} {value}' for name, value in conditions.items())}")
     if page is not None:
         page.write_text(with_outputs(page.read_text("utf-8"), found), "utf-8")
     if out is not None:
         out.with_suffix(".md").write_text("\n\n".join([*map(block, found), table(found), ""]), "utf-8")
-        out.with_suffix(".json").write_text(
-            json.dumps({"machine": machine, "commands": found}, indent=1) + "\n", "utf-8"
-        )
-
-
-def _processor() -> str:
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+        document = json.dumps({"machine": conditions, "commands": found}, indent=1)
+        out.with_suffix(".json").write_text(document + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import EXAMPLE, Divergence, Evaluator, describe_machine, evaluate, stdlib_tokens, turned
+from quality import EXAMPLE, Evaluator, describe_machine, stdlib_tokens, turned
 
 from wisparse.converter.gptq import quantise_weights
-from wisparse.converter.masking import MaskedModel
 from wisparse.converter.planes import read_in_planes
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
 from wisparse.converter.source import load_source
@@ -75,16 +74,10 @@ def of_kind(
     began = time.perf_counter()
     source = load_source(model, torch.float32, options.device)
     tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len)
-    evaluator = Evaluator(source, stdlib_tokens(source, "evaluation", options.evaluation_samples, 512).input_ids)
-    evaluator._dense = dense
-
-    def unmasked() -> Divergence:
-        with MaskedModel(source.projections) as masked:
-            none = dict.fromkeys(source.projections, 0.0)
-            return evaluate(source.model, masked, evaluator.input_ids, none, dense_log_probs=dense)
-
-    if not dense:
-        unmasked()  # keeps the source's own
+    evaluator = Evaluator(
+        source, stdlib_tokens(source, "evaluation", options.evaluation_samples, 512).input_ids, dense=dense
+    )
+    dense[:] = evaluator.dense()
     if rotation == "pca":
         source = turned(source, model, tokens, _DIRECTIONS_SEED)
         evaluator = evaluator.against(source)
@@ -93,7 +86,7 @@ def of_kind(
         size = -(-options.num_samples // 2), options.seq_len
         text = tokens.joined(stdlib_tokens(source, "calibration", *size, _DIRECTIONS_SEED))
         matrices = quantise_weights(source, text, kind, torch.bfloat16)
-    found = {0.0: unmasked()}
+    found = {0.0: evaluator()}
     if kind == "graded":
         source = read_in_planes(source, matrices)
         evaluator = evaluator.against(source)

@@ -6,12 +6,11 @@ Calibration and evaluation text are different files of the Python standard libra
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -24,6 +23,7 @@ from torch import Tensor
 import wisparse
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.config import full_config
+from wisparse.converter.evaluation import dense_logits, measured, next_tokens, token_figures
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.rotation import rotate
 from wisparse.converter.search.search import SearchResult
@@ -89,82 +89,54 @@ class Divergence:
 
 @torch.no_grad()
 def evaluate(
-    model: Any, masked: MaskedModel, input_ids: Tensor, thresholds: dict[str, float], *, batch_size: int = 4,
-    dense_log_probs: list[Tensor] | None = None,
-) -> Divergence:  # fmt: skip
-    """Run the model dense and masked, every token sparse, over whole sequences without padding.
-
-    Args:
-        input_ids: (S, L) int64.
-        thresholds: per projection; their scales are on ``masked`` already.
-        dense_log_probs: a list that keeps the dense model's (B, L, V) per batch: filled if empty, used if filled. Same
-            tokens and batch size every time.
-    """
+    source: SourceModel,
+    masked: MaskedModel,
+    input_ids: Tensor,
+    thresholds: Mapping[str, float],
+    batch_size: int = 4,
+    dense: Sequence[Tensor] = (),
+) -> Divergence:
+    """Run the model dense and masked, every token sparse, over whole sequences (S, L) int64 without padding. ``thresholds``
+    are per projection; their scales are on ``masked`` already. ``dense``: the dense logits (B, L, V) per batch, if known."""
     sizes = {name: module.weight.numel() for name, module in masked.projections.items()}
-    device = next(model.parameters()).device
-    kl = agree = loss = dense_loss = 0.0
-    tokens = predicted = 0
+    batches = input_ids.split(batch_size)
     masked.clear()
-    with masked.counting() as realised:
-        known = list(dense_log_probs or ())
-        for index, ids in enumerate(input_ids.split(batch_size)):
-            ids = ids.to(device)
-            masked.clear()
-            if known:
-                dense = known[index]
-            else:
-                dense = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-                if dense_log_probs is not None:
-                    dense_log_probs.append(dense)
-            with masked.masking(thresholds):
-                sparse = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-            kl += float((dense.exp() * (dense - sparse)).sum(dtype=torch.float64))
-            agree += int((dense.argmax(-1) == sparse.argmax(-1)).sum())
-            labels = ids[:, 1:, None]
-            dense_loss -= float(dense[:, :-1].gather(-1, labels).sum(dtype=torch.float64))
-            loss -= float(sparse[:, :-1].gather(-1, labels).sum(dtype=torch.float64))
-            tokens += sparse.shape[0] * sparse.shape[1]
-            predicted += labels.numel()
+    dense = dense or [dense_logits(source, ids) for ids in batches]
+    figures = []
+    with masked.counting() as realised, masked.masking(thresholds):
+        for batch, before in zip(batches, dense, strict=True):
+            for ids, known, found in zip(batch, before, dense_logits(source, batch), strict=True):
+                figures.append(token_figures(known, found, next_tokens(ids)))
         dropped = realised()
-    masked.clear()
-    return Divergence(
-        kl=kl / tokens,
-        perplexity=math.exp(loss / predicted),
-        dense_perplexity=math.exp(dense_loss / predicted),
-        top1_agreement=agree / tokens,
-        realised_sparsity=sum(float(dropped[name]) * sizes[name] for name in sizes) / sum(sizes.values()),
-        num_tokens=tokens,
-    )
+    of = measured(figures)
+    share = sum(float(dropped[name]) * sizes[name] for name in sizes) / sum(sizes.values())
+    return Divergence(of.kl, of.perplexity, of.dense_perplexity, of.top1_agreement, share, of.num_tokens)
 
 
 class Evaluator:
-    """Scores search results on held-out tokens, every token sparse; the dense model runs once."""
+    """Scores search results on held-out tokens, every token sparse; the dense model runs once. ``dense``: its logits, if
+    another evaluator has computed them."""
 
-    def __init__(self, source: SourceModel, input_ids: Tensor, batch_size: int = 4) -> None:
-        self.source, self.input_ids, self.batch_size = source, input_ids, batch_size
-        self._dense: list[Tensor] = []
+    def __init__(
+        self, source: SourceModel, input_ids: Tensor, batch_size: int = 4, dense: Sequence[Tensor] = ()
+    ) -> None:
+        self.source, self.input_ids, self.batch_size, self._dense = source, input_ids, batch_size, dense
+
+    def dense(self) -> Sequence[Tensor]:
+        """The dense logits (B, L, V) per batch."""
+        self._dense = self._dense or [dense_logits(self.source, ids) for ids in self.input_ids.split(self.batch_size)]
+        return self._dense
 
     def against(self, source: SourceModel) -> Evaluator:
         """The same of another model, still against the dense model of this one."""
-        if not self._dense:
-            for ids in self.input_ids.split(self.batch_size):
-                self._dense.append(self._log_probs(ids))
-        other = Evaluator(source, self.input_ids, self.batch_size)
-        other._dense = self._dense
-        return other
+        return Evaluator(source, self.input_ids, self.batch_size, self.dense())
 
-    @torch.no_grad()
-    def _log_probs(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.source.model(input_ids=ids.to(self.source.device), use_cache=False).logits
-        return logits.float().log_softmax(-1)
-
-    def __call__(self, result: SearchResult, places: Mapping[str, Any] | None = None) -> Divergence:
-        """``places`` are what the result's masks are put on, where these are others than the projections."""
+    def __call__(self, result: SearchResult | None = None, places: Mapping[str, Any] | None = None) -> Divergence:
+        """``result``: None reads all weights; ``places``: what its masks are put on, if not on the projections."""
+        dense = self.dense()
         with MaskedModel(places or self.source.projections) as masked:
-            return evaluate(
-                self.source.model, masked, self.input_ids, result.apply_to(masked), batch_size=self.batch_size,
-                dense_log_probs=self._dense,
-            )  # fmt: skip
+            thresholds = dict.fromkeys(masked.projections, 0.0) if result is None else result.apply_to(masked)
+            return evaluate(self.source, masked, self.input_ids, thresholds, self.batch_size, dense)
 
 
 def row(label: str, found: Divergence, seconds: float, result: SearchResult) -> dict[str, Any]:

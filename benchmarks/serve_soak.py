@@ -87,9 +87,7 @@ class Case:
 @click.option("--max-batch", default=4, show_default=True)
 @click.option("--memory", type=int, help="Bytes of the server's cache; if they are few, requests go back to its queue.")
 @click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--storm-rounds", default=24, show_default=True, help="Of the stream at the end: three turns of 1.5 seconds."
-)
+@click.option("--storm-rounds", default=24, show_default=True, help="Of the last stream: three turns of 1.5 seconds.")
 def main(
     bundle: str, requests: int, clients: int, max_batch: int, memory: int | None, seed: int, storm_rounds: int
 ) -> None:

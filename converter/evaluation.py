@@ -120,7 +120,7 @@ def perplexity_of(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _measured(texts: Sequence[Tensor]) -> Measured:
+def measured(texts: Sequence[Tensor]) -> Measured:
     """From the `token_figures` of each sequence; standard errors are over sequences."""
     tokens, labels, agreeing, kl, loss, dense_loss = torch.stack([_sums(figures) for figures in texts]).T
     (kl_mean, kl_stderr), (top1, top1_stderr) = mean_and_error(kl, tokens), mean_and_error(agreeing, tokens)
@@ -177,8 +177,8 @@ def evaluate_text(
         shares = [share for share, _ in counted]
         result[policy] = Quality(
             policy,
-            sparse=_measured(inside[policy]),
-            overall=_measured(overall[policy]),
+            sparse=measured(inside[policy]),
+            overall=measured(overall[policy]),
             realised_sparsity=sum(share * n for share, n in counted) / sum(n for _, n in counted) if counted else None,
             realised_range=(min(shares), max(shares)) if shares else None,
         )
@@ -207,8 +207,8 @@ def evaluate_together(
     if counter is not None:
         realised = counter.realised_sparsity()
         counter.measure_sparsity(False)
-    measured = _measured(rows)
-    return Quality("all", sparse=measured, overall=measured, realised_sparsity=realised)
+    found = measured(rows)
+    return Quality("all", sparse=found, overall=found, realised_sparsity=realised)
 
 
 def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | None:

@@ -63,7 +63,7 @@ def test_other_sparsities_come_with_the_result(source) -> None:
     for sparsity, thresholds in result.thresholds_at.items():
         with MaskedModel(source.projections) as masked:
             result.apply_to(masked)
-            found = evaluate(source.model, masked, tokens.input_ids, dict(thresholds))
+            found = evaluate(source, masked, tokens.input_ids, dict(thresholds))
         assert (set(thresholds), found.realised_sparsity) == (set(sizes), pytest.approx(sparsity, abs=0.04))
 
 
@@ -115,7 +115,7 @@ def test_the_default_beats_uniform_magnitude_by_far(example_model: Path) -> None
         with SparsityLevels(source, tokens, SearchSettings(method=method, search=kind), stages=stages) as levels:
             result = levels.at(0.5)
         with MaskedModel(source.projections) as masked:
-            found = evaluate(source.model, masked, held_out, result.apply_to(masked))
+            found = evaluate(source, masked, held_out, result.apply_to(masked))
         assert found.realised_sparsity == pytest.approx(0.5, abs=0.01)
         kl[kind] = found.kl
     assert kl["fisher"] <= 0.65 * kl["uniform"]
