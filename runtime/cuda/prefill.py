@@ -179,10 +179,12 @@ class PromptReader:
         if not self._cudnn:
             return
         longest = len(self.parts[0].rotary.cos)
-        firsts = {self._rows_by_cudnn(0, count, chunk) for count in range(1, min(chunk, longest) + 1)} - {None}
-        planned = [(rows, 0) for rows in firsts if rows is not None]
-        planned += [(chunk, start) for start in range(chunk, min(longest, _PLANNED) - 3 * chunk // 4, chunk)]
-        one, end = next(iter(self.cache.values())), chunk + max((start for _, start in planned), default=0)
+        firsts = {self._rows_by_cudnn(0, count, chunk) for count in range(1, min(chunk, longest) + 1)}
+        later = range(chunk, min(longest, _PLANNED) - 3 * chunk // 4, chunk)
+        planned = [*((rows, 0) for rows in firsts if rows is not None), *((chunk, start) for start in later)]
+        if not planned:
+            return
+        one, end = next(iter(self.cache.values())), chunk + max(start for _, start in planned)
         _, kv_heads, _, width = one.k.shape
         memory = one.k.new_zeros((kv_heads - 1) * one.head_stride + end * one.stride)
         keys = memory.as_strided((1, kv_heads, end, width), one.k.stride())
