@@ -166,6 +166,17 @@ def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
     torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_dense_positions_do_not_depend_on_sparse_ones_behind_them(
+    backend: str, dtype: torch.dtype, bundle: Path
+) -> None:
+    """To the bit: a prompt may begin with what another one has in the cache."""
+    decoder = cpu_decoder(Bundle.open(bundle).at(bits=3), backend, dtype, max_seq_len=64)
+    half, dense = (decoder.logits(TOKENS, first_sparse)[:5].clone() for first_sparse in (5, len(TOKENS)))
+    assert torch.equal(half, dense)
+
+
 def test_the_high_planes_draft(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the planes of a level; the int8 model's answers are those without."""
     monkeypatch.setattr(Chain, "_length", lambda self, rate, most: min(most, 4))

@@ -170,10 +170,9 @@ class Matrix:
         Quantized weights, and 16-bit ones without a fast product on this CPU, are converted a span of outputs at a
         time."""
         tiled = self.tiled(x.dtype)
-        added = self.planes == 2 and low is None and not tiled  # add the planes first, which halves the product
-        if self.planes == 2 and not added:  # row 2 k is the high plane of channel k, with a factor of 16
-            x = torch.stack((16 * x, x if low is None else low), -1).flatten(1)
         if tiled:
+            if self.planes == 2:  # row 2 k is the high plane of channel k, with a factor of 16
+                x = torch.stack((16 * x, x if low is None else low), -1).flatten(1)
             return self.multiply_tiles(x, bias)
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data
@@ -182,16 +181,19 @@ class Matrix:
             return functional.linear(x, weight, bias)
         n, k = self.shape[0], self.planes * self.shape[1]
         y = torch.empty(len(x), n)
-        rows = x.to(computed)
+        rows, unread = x.to(computed), None if low is None else (x - low).to(computed)
         span = max(2, _SPAN_BYTES // (computed.itemsize * k) // 2 * 2)
         for first in range(0, n, span):
             last = min(first + span, n)
             # int8 codes are exact in every dtype; their scale multiplies the products.
             int4 = self.stored_as == StoredAs.INT4
             part = self._dequantize(first, last, computed) if int4 else weight[first:last].to(computed)
-            if added:
-                part = part.t()[1::2].add(part.t()[::2], alpha=16).t()
+            planes = part.t()[::2], part.t()[1::2]
+            if self.planes == 2:
+                part = planes[1].add(planes[0], alpha=16).t()
             y[:, first:last] = functional.linear(rows, part)
+            if unread is not None:  # subtracted, so that rows which read both planes are the same without other rows
+                y[:, first:last] -= functional.linear(unread, planes[1].t())
         if self.stored_as == StoredAs.INT8 and self.scale is not None:
             y *= self.scale
         return (y if bias is None else y + bias).to(x.dtype)
