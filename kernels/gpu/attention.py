@@ -84,6 +84,8 @@ class _Config(NamedTuple):
     stages: int
     d_pad: int
     group_pad: int
+    stored: bool = False  # decode: all keys and values were stored before
+    pdl: bool = False
 
 
 @triton.jit
@@ -169,9 +171,8 @@ def gate_at(head, shape: tl.constexpr):
 
 @triton.jit
 def _store_new_kv(
-    query_ptr, kv_head, slot, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
+    query_ptr, kv_head, slot, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr, dtype
+):
     """Store a KV head's new key and value at position p if ``live``; returns them as stored, (d_pad,) float32."""
     D: tl.constexpr = shape.d
     VALUES: tl.constexpr = shape.heads if shape.shared else shape.heads + shape.kv_heads  # the first head of values
@@ -253,9 +254,8 @@ def join_columns(acc, acc_odd, cache):
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr, norms, rotary, cache, rows, out, sinks_ptr, scale_log2,  # of launch_attention; scale * log2(e)
-    shape: tl.constexpr, config: tl.constexpr, STORED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr, norms, rotary, cache, rows, out, sinks_ptr, scale_log2, shape: tl.constexpr, config: tl.constexpr
+):
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     D_PAD: tl.constexpr = config.d_pad
@@ -280,11 +280,11 @@ def _attention_kernel(
     begin = low + split * length
     end = tl.minimum(begin + length, p)
     t = begin + tl.arange(0, BLOCK_T)
-    if STORED:
-        gdc_wait(PDL)
+    if config.stored:
+        gdc_wait(config.pdl)
     kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
-    if not STORED:
-        gdc_wait(PDL)
+    if not config.stored:
+        gdc_wait(config.pdl)
 
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
     query_ptr = qkv_ptr + row * (shape.heads * Q_STRIDE + shape.kv_heads * D * (1 if shape.shared else 2))
@@ -293,7 +293,7 @@ def _attention_kernel(
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
-        stores = (row_position >= 0) & (not STORED)
+        stores = (row_position >= 0) & (not config.stored)
         k_new, v_new = _store_new_kv(query_ptr, kv_head, slot, p, stores, cos, sin, norms, cache, shape, config, dtype)
         m = tl.sum(q.to(tl.float32) * k_new[None, :], axis=1) * scale_log2
         if shape.softcap > 0.0:
@@ -358,11 +358,10 @@ def launch_attention(
     # four warps.
     warps = 8 if shape.d > 256 or (splits * (1 if stored else batch) <= 8 and shape.d >= 128) else 4
     group_pad = max(16, triton.next_power_of_2(shape.heads // shape.kv_heads))  # 16: tl.dot's smallest side
-    config = _Config(splits, 0, block_t, stages, d_pad, group_pad)
+    config, scale_log2 = _Config(splits, 0, block_t, stages, d_pad, group_pad, stored, pdl), scale * _LOG2_E.value
     _attention_kernel[(splits, shape.kv_heads, batch)](
-        qkv, norms, rotary, cache, rows, out, sinks, scale * _LOG2_E.value, shape, config, stored, pdl,
-        num_warps=warps, launch_pdl=pdl,
-    )  # fmt: skip
+        qkv, norms, rotary, cache, rows, out, sinks, scale_log2, shape, config, num_warps=warps, launch_pdl=pdl
+    )
 
 
 @triton.jit

@@ -201,9 +201,8 @@ def load_input(inputs, row, channels, problem: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def choose_channels(
-    inputs, channels, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
-    PAIRED: tl.constexpr = False,
-):  # fmt: skip
+    inputs, channels, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype, PAIRED: tl.constexpr = False
+):
     """For one or two rows: the float32 values of each row at the program's channels, whether any row keeps each channel,
     and the same for low planes. EACH: values are 0 where their own row drops the channel. PAIRED: values of the high
     planes, then of the low ones."""

@@ -103,9 +103,8 @@ def load_taps(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS:
 
 @triton.jit
 def convolve(
-    kernel, earlier, bias, inputs, new_ptr, after, channel, live, stores, MIXED: tl.constexpr, TAPS: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
+    kernel, earlier, bias, inputs, new_ptr, after, channel, live, stores, MIXED: tl.constexpr, TAPS: tl.constexpr, dtype
+):
     """silu(convolution) of some channels, float32; stores their inputs shifted by one position where ``stores``. ``bias``:
     (channels,) float32, or 0."""
     t = tl.arange(0, kernel.shape[0])[:, None]
@@ -117,13 +116,11 @@ def convolve(
     return silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
+# Arguments as of ``launch_delta_net``; ssq_parts: columns of inputs.ssq; first: row.
 @triton.jit(do_not_specialize=["first"])
 def _delta_net_kernel(
-    inputs, weights, memory, rows, out_ptr, eps, query_scale,  # as of launch_delta_net
-    ssq_parts,  # columns of inputs.ssq
-    first,  # row
-    shape: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    inputs, weights, memory, rows, out_ptr, eps, query_scale, ssq_parts, first, shape: tl.constexpr, PDL: tl.constexpr
+):
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     H: tl.constexpr = shape.hidden
     BLOCK_H: tl.constexpr = 1024 if H >= 1024 else triton.next_power_of_2(H)
@@ -222,10 +219,10 @@ def launch_delta_net(
     ssq_pad = max(32, triton.next_power_of_2(parts))
     shape = _Shape(hidden, key_heads, value_heads, key_dim, value_dim, weights.kernel.shape[-1], ssq_pad, buffers)
     pdl = pdl and not in_order  # a row reads the state before gdc_wait
+    # Enough warps that the state fits in registers with few spills.
+    options = {"num_warps": max(1, min(16, state_size(key_dim, value_dim) // (32 * 32))), "launch_pdl": pdl}
+    query_scale = key_dim**-0.5
     for first in range(batch) if in_order else (0,):
         _delta_net_kernel[(value_heads, 1 if in_order else batch)](
-            inputs, weights, memory, rows, out, eps, key_dim**-0.5, parts, first, shape, pdl,
-            # Enough that the state fits in registers with few spills.
-            num_warps=max(1, min(16, state_size(key_dim, value_dim) // (32 * 32))),
-            launch_pdl=pdl,
-        )  # fmt: skip
+            inputs, weights, memory, rows, out, eps, query_scale, parts, first, shape, pdl, **options
+        )

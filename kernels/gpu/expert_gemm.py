@@ -36,6 +36,17 @@ class Groups(NamedTuple):
     offset: Tensor  # (E + 1,) int32: the first sorted pair of each expert
 
 
+class _Config(NamedTuple):
+    """Compile-time constants: the block's experts, those of a row, and the tile."""
+
+    experts: int
+    chosen: int
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+
+
 @triton.jit(do_not_specialize=["COUNT"])
 def _sort_kernel(expert_ptr, groups, COUNT, LAST: tl.constexpr):
     expert = tl.program_id(0)
@@ -61,13 +72,15 @@ def sort_by_expert(expert: Tensor, experts: int) -> Groups:
     return groups
 
 
+# Arguments as of ``expert_gemm``; weight_ptr: of the pairs; problem.output "plain": down; problem.dense: no row is masked.
 @triton.jit(do_not_specialize=["first_sparse"])
 def _expert_gemm_kernel(
-    x_ptr, weights, weight_ptr, out_ptr, groups, first_sparse,  # as of expert_gemm; weight_ptr: of the pairs
-    problem: tl.constexpr,  # "plain": down; dense: no row is masked
-    E: tl.constexpr, CHOSEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr, weights, weight_ptr, out_ptr, groups, first_sparse, problem: tl.constexpr, config: tl.constexpr
+):
+    E: tl.constexpr = config.experts
+    BLOCK_M: tl.constexpr = config.block_m
+    BLOCK_N: tl.constexpr = config.block_n
+    BLOCK_K: tl.constexpr = config.block_k
     PLANES: tl.constexpr = problem.planes
     K: tl.constexpr = problem.k // PLANES
     N: tl.constexpr = problem.n0
@@ -91,7 +104,7 @@ def _expert_gemm_kernel(
         m = begin + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
         live_rows = m < end
         pair = tl.load(groups.order + m, mask=live_rows, other=0)
-        x_at = x_ptr + (pair // CHOSEN if FIRST else m).to(tl.int64)[:, None] * K
+        x_at = x_ptr + (pair // config.chosen if FIRST else m).to(tl.int64)[:, None] * K
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         lane = tl.arange(0, BLOCK_K)
         expert_id = expert.to(tl.int64)
@@ -106,15 +119,15 @@ def _expert_gemm_kernel(
             weights.scales + expert_id * (PROJECTIONS * K),
             weights.thresholds + expert * (PROJECTIONS * PLANES), quant_scales, quant_zeros,
         )  # fmt: skip
-        masked = (pair // CHOSEN >= first_sparse).to(tl.float32)
+        masked = (pair // config.chosen >= first_sparse).to(tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
             k = start + lane
             x = tl.load(x_at + k[None, :], mask=live_rows[:, None] & (k < K)[None, :], other=0.0)
-            acc = _accumulate(acc, x, expert_weights, masked, 0, n, start, k, problem, BLOCK_N, BLOCK_K)
+            acc = _accumulate(acc, x, expert_weights, masked, 0, n, start, k, problem, config)
             if GATED:
-                up = _accumulate(up, x, expert_weights, masked, 1, n, start, k, problem, BLOCK_N, BLOCK_K)
+                up = _accumulate(up, x, expert_weights, masked, 1, n, start, k, problem, config)
         live = live_rows[:, None] & (n < N)[None, :]
         if weights.bias is not None:
             bias_at = weights.bias + expert_id * (PROJECTIONS * N) + n
@@ -136,9 +149,8 @@ def _expert_gemm_kernel(
 
 @triton.jit
 def _accumulate(
-    acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, problem: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, problem: tl.constexpr, config: tl.constexpr
+):
     """acc + mask(x) @ w, x (BLOCK_M, BLOCK_K), w rows ``k`` of a projection; masked (BLOCK_M,): 0 for unmasked rows."""
     PLANES: tl.constexpr = problem.planes
     K: tl.constexpr = problem.k // PLANES
@@ -148,28 +160,30 @@ def _accumulate(
         scale = tl.load(weights.scales + PROJECTION * K + k, mask=k < K, other=0.0)[None, :]
         thresholds = weights.thresholds + PROJECTION * PLANES
         kept = tl.where(is_dropped(x, scale, (tl.load(thresholds) * masked)[:, None]), 0.0, x).to(dtype)
-    w = _weight_block(weights, PROJECTION, n, start, k, problem, BLOCK_N, BLOCK_K, dtype, False)
+    w = _weight_block(weights, PROJECTION, n, start, problem, config, dtype, False)
     acc = tl.dot(kept, w, acc, input_precision="ieee")
     if PLANES == 2 and not problem.dense:  # channels below the second threshold have their high plane only
         high_only = tl.where(is_dropped(x, scale, (tl.load(thresholds + 1) * masked)[:, None]), -kept, 0.0).to(dtype)
-        w = _weight_block(weights, PROJECTION, n, start, k, problem, BLOCK_N, BLOCK_K, dtype, True)
+        w = _weight_block(weights, PROJECTION, n, start, problem, config, dtype, True)
         acc = tl.dot(high_only, w, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def _weight_block(
-    weights, PROJECTION: tl.constexpr, n, start, k, problem: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    dtype: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
+    weights, PROJECTION: tl.constexpr, n, start, problem: tl.constexpr, config: tl.constexpr, dtype, LOW: tl.constexpr
+):
     """A projection's weights (BLOCK_K, BLOCK_N), LOW: of the low plane; undefined for columns from N on."""
     # Copies of the fields, as in sparse_gemv_kernel.
+    BLOCK_N: tl.constexpr = config.block_n
+    BLOCK_K: tl.constexpr = config.block_k
     PLANES: tl.constexpr = problem.planes
     K: tl.constexpr = problem.k // PLANES
     N: tl.constexpr = problem.n0
     STRIDE: tl.constexpr = problem.stride
     GROUP: tl.constexpr = problem.group // PLANES
     QUANT: tl.constexpr = problem.quant
+    k = start + tl.arange(0, BLOCK_K)
     if QUANT == "none":
         at = weights.weight_t + k[:, None] * STRIDE + PROJECTION * N + n[None, :]
         if K % BLOCK_K + N % BLOCK_N == 0:
@@ -196,8 +210,6 @@ def expert_gemm(
         linear.weight.data, linear.bias, linear.scales, linear.thresholds, linear.weight.scales, linear.weight.zeros
     )
     grid = (min(triton.cdiv(pairs, tile.block_m) + experts, pairs), triton.cdiv(width, tile.block_n))
-    _expert_gemm_kernel[grid](
-        x, weights, weight, out, groups, first_sparse or 0, problem, experts, linear.chosen, tile.block_m, tile.block_n,
-        tile.block_k, tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    config = _Config(experts, linear.chosen, tile.block_m, tile.block_n, tile.block_k, tile.stages)
+    _expert_gemm_kernel[grid](x, weights, weight, out, groups, first_sparse or 0, problem, config, num_warps=tile.warps)
     return out

@@ -69,11 +69,11 @@ class HeadConfig(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit  # arguments as of launch_embed
 def _embed_kernel(
-    token_ptr, embedding_ptr, hidden_ptr, ssq_ptr,  # as of launch_embed
-    MULTIPLIER: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    token_ptr, embedding_ptr, hidden_ptr, ssq_ptr, MULTIPLIER: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr
+):
+    BLOCK: tl.constexpr = triton.next_power_of_2((K + TILES - 1) // TILES)
     tile = tl.program_id(0)
     row = tl.program_id(1)
     k = tile * BLOCK + tl.arange(0, BLOCK)
@@ -86,11 +86,10 @@ def _embed_kernel(
     tl.store(ssq_ptr + row * TILES + tile, tl.sum(x * x, axis=0))
 
 
-@triton.jit
+@triton.jit  # arguments as of launch_logits
 def _logits_kernel(
-    hidden_ptr, ssq_ptr, norm_ptr, weight_ptr, scale_ptr, out, eps, V,  # as of launch_logits
-    config: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr, ssq_ptr, norm_ptr, weight_ptr, scale_ptr, out, eps, V, config: tl.constexpr, PDL: tl.constexpr
+):
     BATCH: tl.constexpr = config.batch
     K: tl.constexpr = config.k
     BLOCK_K: tl.constexpr = config.block_k
@@ -200,11 +199,8 @@ def likeliest_token(logits, row, tiles, value, largest):
     return tl.where((has_nan > 0) | (tl.abs(largest) == float("inf")), -1, chosen)
 
 
-@triton.jit
-def _argmax_kernel(
-    logits, token_ptr, next_ptr, position_ptr, tiles,  # as of launch_argmax
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+@triton.jit  # arguments as of launch_argmax
+def _argmax_kernel(logits, token_ptr, next_ptr, position_ptr, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     gdc_wait(PDL)
     i = tl.arange(0, BLOCK)
@@ -220,8 +216,7 @@ def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor,
     """hidden (B, K) = multiplier * embedding[tokens]; embedding (V, K), tokens (B,) int64, negative for idle rows,
     which become zeros. ``ssq`` (B, parts) float32 receives partial sums of squares, for any number of parts."""
     width, parts = hidden.shape[1], ssq.shape[1]
-    block = triton.next_power_of_2(triton.cdiv(width, parts))
-    _embed_kernel[(parts, hidden.shape[0])](tokens, embedding, hidden, ssq, multiplier, width, parts, block)
+    _embed_kernel[(parts, hidden.shape[0])](tokens, embedding, hidden, ssq, multiplier, width, parts)
 
 
 def launch_logits(

@@ -50,12 +50,8 @@ def _load_bias(bias, channel, live):
     return found
 
 
-@triton.jit(do_not_specialize=["first"])
-def _mamba2_kernel(
-    projected_ptr, weights, memory, rows, out_ptr,  # as of launch_mamba2
-    first,  # row
-    shape: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["first"])  # arguments as of launch_mamba2; first: row
+def _mamba2_kernel(projected_ptr, weights, memory, rows, out_ptr, first, shape: tl.constexpr, PDL: tl.constexpr):
     dtype: tl.constexpr = projected_ptr.dtype.element_ty
     DIM: tl.constexpr = shape.head_dim
     STATE: tl.constexpr = shape.state_dim
@@ -128,11 +124,11 @@ def launch_mamba2(
     buffers, _, heads, state_dim, head_dim = memory.state.shape
     batch, shape = len(out), _Shape(heads, groups, head_dim, state_dim, weights.kernel.shape[-1], buffers)
     early = pdl and not in_order  # a row reads the state before gdc_wait
+    warps = max(1, min(16, state_size(state_dim, head_dim) // (32 * 32)))
     for first in range(batch) if in_order else (0,):
         _mamba2_kernel[(heads, 1 if in_order else batch)](
-            projected, weights, memory, rows, gated, first, shape, early,
-            num_warps=max(1, min(16, state_size(state_dim, head_dim) // (32 * 32))), launch_pdl=early,
-        )  # fmt: skip
+            projected, weights, memory, rows, gated, first, shape, early, num_warps=warps, launch_pdl=early
+        )
     width = heads // groups * head_dim
     warps = max(1, min(16, triton.next_power_of_2(width) // 256))
     _norm_kernel[(groups, batch)](gated, weights.norm, out, eps, width, pdl, num_warps=warps, launch_pdl=pdl)

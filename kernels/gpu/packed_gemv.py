@@ -85,13 +85,15 @@ class PackedConfig(NamedTuple):
     stages: int  # pipeline stages in flight; 1 with more than 16 rows
     replicas: int  # of each row among mma's eight
     word_acc: int  # accumulators of a word
+    columns: int  # that a lane scales and stores
     value_scale: float  # factor of x
     unit: float  # ``code_unit``
     load: tuple[str, str]  # PTX and its constraints: ``load_source``
-    scaled: bool  # weights are multiplied by their scales, and rounded, before the product: no second accumulators
     product: tuple[str, str]  # ``product_source``
     total: tuple[str, str]  # ``sum_source``; "" if no sum of x is needed
-    scale: tuple[str, str]  # ``scale_source``
+    # ``scale_source``: weights are multiplied by their scales, and rounded, before the product, so that there are no second
+    # accumulators; "": they are not.
+    scale: tuple[str, str]
 
 
 def code_unit(quant: str, dtype: str) -> float:
@@ -232,11 +234,11 @@ def packed_gemv_kernel(
     X_TILES: tl.constexpr = packed.x_tiles
     GROUPED: tl.constexpr = problem.group < K
     MANY: tl.constexpr = BATCH > 16
-    APART: tl.constexpr = not MANY or (GROUPED and not packed.scaled)  # each slot has accumulators of its own
+    APART: tl.constexpr = not MANY or (GROUPED and packed.scale[0] == "")  # each slot has accumulators of its own
     ZEROS: tl.constexpr = weights.quant_zeros is not None
     EACH: tl.constexpr = 8 if problem.quant == "int4" else 4
     COLUMNS: tl.constexpr = packed.lane_words * EACH  # that a lane loads
-    OUT_COLUMNS: tl.constexpr = COLUMNS // packed.replicas  # whose accumulators it scales and stores
+    OUT_COLUMNS: tl.constexpr = packed.columns
     ROW_TILES: tl.constexpr = (BATCH + 7) // 8  # of mma's eight rows
     LANE_ROWS: tl.constexpr = 1 if BATCH == 1 else 2  # of each row tile, whose accumulators a lane has
     ROWS: tl.constexpr = 8 // packed.replicas  # different rows of a row tile
@@ -273,7 +275,7 @@ def packed_gemv_kernel(
     slots = count // SLOT if GROUPED else 1
     if X_TILES > 1:  # at least one, so that a program without channels also waits for the previous kernel
         slots = tl.maximum((count + SLOT - 1) // SLOT, 1)
-    next_scales = _load_scales(weights, scale_at, in_range, 0, split, OUT_COLUMNS, problem, launch, packed)
+    next_scales = _load_scales(weights, scale_at, in_range, 0, split, problem, launch, packed)
     SMEM: tl.constexpr = launch.smem
     base = smem_alloc(SMEM, program)
     if LISTED:
@@ -324,9 +326,7 @@ def packed_gemv_kernel(
                     base, inputs, tile_channels, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
                 )
         if GROUPED:
-            next_scales = _load_scales(
-                weights, scale_at, in_range, slot + 1, split, OUT_COLUMNS, problem, launch, packed
-            )
+            next_scales = _load_scales(weights, scale_at, in_range, slot + 1, split, problem, launch, packed)
         if APART:
             acc = _zeros(thread, packed.lane_words * EACH * 2 * ROW_TILES)
             x_sums = _zeros(thread, 4 * ROW_TILES)
@@ -349,9 +349,9 @@ def packed_gemv_kernel(
             codes = codes + loaded
             following = _next_stage(following, kept_at, GROUPED, launch, packed)
         if APART:
-            sums = _add_scaled(sums, acc, x_sums, scales, replica, OUT_COLUMNS, LANE_ROWS, ZEROS, problem, packed)
+            sums = _add_scaled(sums, acc, x_sums, scales, replica, ZEROS, problem, packed)
     if not APART:
-        sums = _add_scaled(sums, acc, x_sums, next_scales, replica, OUT_COLUMNS, LANE_ROWS, ZEROS, problem, packed)
+        sums = _add_scaled(sums, acc, x_sums, next_scales, replica, ZEROS, problem, packed)
     if LISTED and launch.trigger == 2:
         gdc_launch(problem.pdl)
 
@@ -375,9 +375,8 @@ def packed_gemv_kernel(
 
 @triton.jit
 def _store_list(
-    base, inputs, channels, eps, ssq_parts,
-    problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+    base, inputs, channels, eps, ssq_parts, problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr, dtype
+):
     """Select the program's channels and store to shared memory the index list (from ``base`` on), each row's x, and the
     number of entries in each slot."""
     BATCH: tl.constexpr = problem.batch
@@ -448,9 +447,9 @@ def _load_codes(index, word_at, limit, at, split, launch: tl.constexpr, packed: 
 def _scale_factors(scales, COUNT: tl.constexpr, packed: tl.constexpr):
     """The registers of ``scale_source`` for each of a lane's COUNT columns; none where weights are not scaled before."""
     factors = ()
-    if packed.scaled:
-        SOURCE: tl.constexpr = packed.scale[0]
-        CONSTRAINTS: tl.constexpr = packed.scale[1]
+    SOURCE: tl.constexpr = packed.scale[0]
+    CONSTRAINTS: tl.constexpr = packed.scale[1]
+    if SOURCE != "":
         for i in tl.static_range(0, COUNT, 2):
             factors += tl.inline_asm_elementwise(
                 SOURCE, CONSTRAINTS, [scales[i], scales[i + 1]], dtype=(tl.int32,) * 4, is_pure=True, pack=1
@@ -464,7 +463,7 @@ def _multiply(
 ):
     """Accumulate a step's products, and its sums of x if zero points need them; ``at``: its position in ``values``."""
     WORDS: tl.constexpr = packed.lane_words
-    WORD_FACTORS: tl.constexpr = 16 if packed.scaled else 0
+    WORD_FACTORS: tl.constexpr = 16 if packed.scale[0] != "" else 0
     WORD_ACC: tl.constexpr = packed.word_acc
     ROW_TILES: tl.constexpr = (BATCH + 7) // 8
     PRODUCT: tl.constexpr = packed.product[0]
@@ -503,10 +502,10 @@ def _multiply(
 
 @triton.jit
 def _load_scales(
-    weights, scale_at, live, slot, split, OUT_COLUMNS: tl.constexpr,
-    problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr,
-):  # fmt: skip
-    """The scales of a slot's group for a lane's OUT_COLUMNS, then, if the weights have them, its zero points."""
+    weights, scale_at, live, slot, split, problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr
+):
+    """The scales of a slot's group for a lane's columns, then, if the weights have them, its zero points."""
+    OUT_COLUMNS: tl.constexpr = packed.columns
     COLUMNS: tl.constexpr = problem.stride * (8 if problem.quant == "int4" else 4)
     GROUPS: tl.constexpr = problem.k // problem.group
     group = 0
@@ -538,13 +537,11 @@ def _load_floats(at, live, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _add_scaled(
-    sums, acc, x_sums, scales, replica, OUT_COLUMNS: tl.constexpr, LANE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
-    problem: tl.constexpr, packed: tl.constexpr,
-):  # fmt: skip
+def _add_scaled(sums, acc, x_sums, scales, replica, ZEROS: tl.constexpr, problem: tl.constexpr, packed: tl.constexpr):
     """sums + scale * (acc - zero * x_sums) / unit, of a lane's columns and rows."""
     INT4: tl.constexpr = problem.quant == "int4"
-    EACH: tl.constexpr = 8 if INT4 else 4
+    OUT_COLUMNS: tl.constexpr = packed.columns
+    LANE_ROWS: tl.constexpr = 1 if problem.batch == 1 else 2
     DEFAULT_ZERO: tl.constexpr = INT4_ZERO if INT4 else 0.0
     EVEN: tl.constexpr = 1.0 / packed.unit
     ODD: tl.constexpr = EVEN / 16.0
@@ -554,11 +551,11 @@ def _add_scaled(
     for row_tile in tl.static_range(ROW_TILES):
         for lane_row in tl.static_range(LANE_ROWS):
             for i in tl.static_range(OUT_COLUMNS):
-                value = _accumulator(acc, i, lane_row, row_tile, EACH, ROW_TILES)
+                value = _accumulator(acc, i, lane_row, row_tile, problem)
                 for other in tl.static_range(1, REPLICAS):
-                    of_other = _accumulator(acc, other * OUT_COLUMNS + i, lane_row, row_tile, EACH, ROW_TILES)
+                    of_other = _accumulator(acc, other * OUT_COLUMNS + i, lane_row, row_tile, problem)
                     value = tl.where(replica == other, of_other, value)
-                if packed.scaled:
+                if packed.scale[0] != "":
                     added += (value * EVEN,)
                 else:
                     value = value * (ODD if INT4 and i % 2 == 1 else EVEN)
@@ -570,10 +567,9 @@ def _add_scaled(
 
 
 @triton.jit
-def _accumulator(
-    acc, COLUMN: tl.constexpr, LANE_ROW: tl.constexpr, ROW_TILE: tl.constexpr, EACH: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-):  # fmt: skip
+def _accumulator(acc, COLUMN: tl.constexpr, LANE_ROW: tl.constexpr, ROW_TILE: tl.constexpr, problem: tl.constexpr):
     """The accumulator of one of a lane's columns and rows, in the order of ``product_source``, word by word."""
+    EACH: tl.constexpr = 8 if problem.quant == "int4" else 4
+    ROW_TILES: tl.constexpr = (problem.batch + 7) // 8
     PAIR: tl.constexpr = (COLUMN // EACH * ROW_TILES + ROW_TILE) * (EACH // 2) + COLUMN % EACH // 2
     return acc[4 * PAIR + COLUMN % 2 * 2 + LANE_ROW]

@@ -307,14 +307,13 @@ def _packed_launch(shape: LinearShape, tile: Tile, rows: int) -> tuple[PackedCon
     if scaled:
         factor, unit = 1.0, packed_gemv.SCALED_UNIT
     different = max(2, triton.next_power_of_2(min(rows, 8)))  # rows of mma's eight
-    packed = PackedConfig(
-        listed, slot, x_tiles, lane_words, steps, tile.stages if rows <= 16 else 1, 8 // different,
-        4 * (4 if shape.quant == "int4" else 2) * row_tiles,
-        factor, unit, packed_gemv.load_source(lane_words, shape.stride, listed, k % 16 == 0), scaled,
-        packed_gemv.product_source(shape.quant, dtype, row_tiles, scaled),
-        packed_gemv.sum_source(dtype) if shape.quant != "fp8" and not scaled else ("", ""),
-        packed_gemv.scale_source(),
-    )  # fmt: skip
+    each, replicas, none = (8 if shape.quant == "int4" else 4), 8 // different, ("", "")
+    load = packed_gemv.load_source(lane_words, shape.stride, listed, k % 16 == 0)
+    product = packed_gemv.product_source(shape.quant, dtype, row_tiles, scaled)
+    total = packed_gemv.sum_source(dtype) if shape.quant != "fp8" and not scaled else none
+    scale, stages = packed_gemv.scale_source() if scaled else none, tile.stages if rows <= 16 else 1
+    sizes = lane_words, steps, stages, replicas, 2 * each * row_tiles, lane_words * each // replicas
+    packed = PackedConfig(listed, slot, x_tiles, *sizes, factor, unit, load, product, total, scale)
     # The tile's other fields are in PackedConfig or unused: at their defaults they cause no recompilation.
     bare = Tile(tile.block_n, 1, tile.splits, tile.warps, chunk=chunk, trigger=tile.trigger, reducers=tile.reducers)
     return packed, _config(shape, bare, segment, length, smem), ""

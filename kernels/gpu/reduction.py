@@ -51,12 +51,11 @@ def store_partial(partial_ptr, offset, y, mask):
 @triton.jit
 def store_partial4(at, a, b, c, d, mask):
     """The same for four consecutive sums of each thread, 16-byte aligned."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
-        "=r,l,r,r,r,r,r",
-        [at.to(tl.int64), _bits(a), _bits(b), _bits(c), _bits(d), mask.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    STORE: tl.constexpr = (
+        "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
+    )
+    operands = (at.to(tl.int64), _bits(a), _bits(b), _bits(c), _bits(d), mask.to(tl.int32))
+    tl.inline_asm_elementwise(STORE, "=r,l,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -159,11 +158,9 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
                     added += (sums[i] + _sum_splits(loaded[i], at, mask, launch.reducers, factor),)
                 sums = added
             for row in tl.static_range(BATCH):
-                # Without gate and up the second argument is not used.
-                y = _add_bias_and_activate(
-                    sums[row * RESULTS], sums[row * RESULTS + RESULTS - 1], None if EXPERTS > 0 else bias_ptr, columns,
-                    live, dtype, problem,
-                )  # fmt: skip
+                y = sums[row * RESULTS]
+                up = sums[row * RESULTS + RESULTS - 1]  # not used without gate and up
+                y = _add_bias_and_activate(y, up, None if EXPERTS > 0 else bias_ptr, columns, live, dtype, problem)
                 if problem.output == "residual":
                     y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
                     squares = tl.where(live, y.to(tl.float32) * y.to(tl.float32), 0.0)
@@ -306,14 +303,15 @@ def launch_residual_add(
 # same, with the same roundings.
 
 Mask = tuple[Tensor, Tensor]  # of a linear with one projection: channel scales (1, K), thresholds (1,)
+_ACTIVATED = tl.constexpr(2048)  # the most columns of a program of ``_activate_kernel``
 
 
 @triton.jit
-def _masked(y, k, live, scale_ptr, threshold_ptr, row_mask_ptr, row):
+def _masked(y, k, live, mask, row_mask_ptr, row):
     """y, zero where the next linear's mask drops channel k; y if there is no mask."""
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + k, mask=live, other=0.0)
-        threshold = tl.load(threshold_ptr)
+    if mask is not None:
+        scale = tl.load(mask[0] + k, mask=live, other=0.0)
+        threshold = tl.load(mask[1])
         if row_mask_ptr is not None:
             threshold *= tl.load(row_mask_ptr + row)
         y = tl.where(is_dropped(y, scale, threshold), 0.0, y)
@@ -322,9 +320,9 @@ def _masked(y, k, live, scale_ptr, threshold_ptr, row_mask_ptr, row):
 
 @triton.jit
 def _activate_kernel(
-    gate_up_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr, mask, row_mask_ptr, out_ptr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
+    BLOCK: tl.constexpr = min(_ACTIVATED, triton.next_power_of_2(WIDTH))
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -336,7 +334,7 @@ def _activate_kernel(
     else:
         up = tl.load(at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)
         y = activate(gate.to(tl.float32), up, dtype, ACTIVATION)
-    y = _masked(y, n, n < WIDTH, scale_ptr, threshold_ptr, row_mask_ptr, row)
+    y = _masked(y, n, n < WIDTH, mask, row_mask_ptr, row)
     tl.store(out_ptr + row * WIDTH + n, y, mask=n < WIDTH)
 
 
@@ -347,18 +345,16 @@ def launch_activate(
     ``row_mask``: (T or more,) float32, 0 for a row that keeps all its channels; None: all are masked."""
     rows, width = len(gate_up), gate_up.shape[1] // (1 if activation == "relu2" else 2)
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(2048, triton.next_power_of_2(width))
-    _activate_kernel[(rows, triton.cdiv(width, block))](
-        gate_up, *(mask or (None, None)), row_mask, out, activation, width, block, pdl, num_warps=4, launch_pdl=pdl
-    )
+    grid = rows, triton.cdiv(width, min(_ACTIVATED.value, triton.next_power_of_2(width)))
+    _activate_kernel[grid](gate_up, mask, row_mask, out, activation, width, pdl, num_warps=4, launch_pdl=pdl)
     return out
 
 
 @triton.jit
 def _combine_kernel(
-    splits, scale_ptr, threshold_ptr, out_ptr, HEADS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    splits, mask, out_ptr, HEADS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr
+):
+    D_PAD: tl.constexpr = triton.next_power_of_2(D)
     gdc_wait(PDL)
     at = tl.program_id(0).to(tl.int64) * SPLITS
     d = tl.arange(0, D_PAD)
@@ -372,7 +368,7 @@ def _combine_kernel(
         total += tl.load(splits.total + at + s) * factor
         x += tl.load(splits.x + (at + s) * D + d, mask=d < D, other=0.0) * factor
     y = (x / total).to(out_ptr.dtype.element_ty)
-    y = _masked(y, tl.program_id(0) % HEADS * D + d, d < D, scale_ptr, threshold_ptr, None, 0)
+    y = _masked(y, tl.program_id(0) % HEADS * D + d, d < D, mask, None, 0)
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * D + d, y, mask=d < D)
 
 
@@ -380,8 +376,5 @@ def launch_combine(splits: KVSplits, dtype: torch.dtype, mask: Mask | None = Non
     """The attention's output (B, heads * D) from its KV splits, masked."""
     batch, heads, count, d = splits.x.shape
     out = torch.empty(batch, heads * d, dtype=dtype, device=splits.x.device)
-    _combine_kernel[(batch * heads,)](
-        splits, *(mask or (None, None)), out, heads, count, d, triton.next_power_of_2(d), pdl, num_warps=1,
-        launch_pdl=pdl,
-    )  # fmt: skip
+    _combine_kernel[(batch * heads,)](splits, mask, out, heads, count, d, pdl, num_warps=1, launch_pdl=pdl)
     return out

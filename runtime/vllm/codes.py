@@ -40,7 +40,7 @@ def _dimensions(packing: Packing, part: str) -> _Dimensions:
 
 def create_parameters(
     layer: Any, packing: Packing, name: str, widths: Sequence[int], k: int, split: bool, loader: Callable[..., None]
-) -> None:  # fmt: skip
+) -> None:
     """Parameters of a fused layer for vLLM to load the parts of its projections into. ``name``: of the layer, for errors;
     ``widths``: outputs here of each projection; ``k``: inputs here; ``split``: the inputs are split among cards."""
     from vllm.model_executor import parameter
