@@ -225,6 +225,11 @@ class BlockLauncher(ABC):
         """The mask of a linear that the launch before it applies; None: none."""
         return None
 
+    @property
+    def _overlaps(self) -> bool:
+        """``pdl`` where readers norm their input themselves."""
+        return self.pdl and self.normed is None
+
     @abstractmethod
     def _attend(self, index: int, qkv: Tensor) -> Input:
         """Attention of the rows, (T, heads * head_dim)."""
@@ -262,10 +267,9 @@ class BlockLauncher(ABC):
         assert block.latent is not None
         norm, query_norm = block.latent.norm, block.query_norm
         out = self._memory("query", len(projected), shape.query_rank)
-        self._launch(
-            "latent norms", launch_latent_norms, projected, query_norm and query_norm.factors, norm.factors, rotary,
-            self._cache[index], self._inputs, out, shape, eps=norm.eps, pdl=self.pdl and self.normed is None,
-        )  # fmt: skip
+        factors = query_norm and query_norm.factors, norm.factors
+        parts = projected, *factors, rotary, self._cache[index], self._inputs, out, shape
+        self._launch("latent norms", launch_latent_norms, *parts, eps=norm.eps, pdl=self._overlaps)
         return out
 
     def _latent_queries(self, index: int, queries: Tensor, *, stored: bool) -> Tensor:
@@ -275,14 +279,14 @@ class BlockLauncher(ABC):
             self._latent_norms(index, queries)
         out = self._memory("latent queries", len(queries), shape.heads, shape.d)
         parts = queries, block.latent.kv_b, self._parts[index].rotary, self._inputs, out, shape
-        self._launch("latent queries", launch_latent_queries, *parts, pdl=self.pdl and self.normed is None)
+        self._launch("latent queries", launch_latent_queries, *parts, pdl=self._overlaps)
         return out
 
     def _latent_attention(self, index: int, queries: Tensor) -> Input:
-        shape, pdl = self._latent_shape(index), self.pdl and self.normed is None
-        out, scale = self._splits(shape.rank), self.config.attention_scale
+        shape, scale = self._latent_shape(index), self.config.attention_scale
+        out = self._splits(shape.rank)
         parts = queries, self._cache[index], self._inputs, out, shape, scale
-        self._launch("attention", launch_latent_attention, *parts, pdl=pdl)
+        self._launch("attention", launch_latent_attention, *parts, pdl=self._overlaps)
         return Input(None, attention=out)
 
     def _latent_values(self, index: int, attended: Input) -> Tensor:
@@ -290,8 +294,8 @@ class BlockLauncher(ABC):
         assert latent is not None
         assert attended.attention is not None
         out = self._memory("latent values", len(attended.attention.x), shape.heads * shape.value_dim)
-        pdl = self.pdl and self.normed is None
-        self._launch("latent values", launch_latent_values, attended.attention, latent.kv_b, out, shape, pdl=pdl)
+        parts = attended.attention, latent.kv_b, out, shape
+        self._launch("latent values", launch_latent_values, *parts, pdl=self._overlaps)
         return out
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
@@ -304,8 +308,7 @@ class BlockLauncher(ABC):
         conv, out = self.weights.blocks[index].conv, projected.new_empty(len(projected), self.config.hidden_size)
         assert conv is not None
         arguments = projected, conv.kernel, conv.bias, self._kept[index], self._inputs, out
-        pdl = self.pdl and self.normed is None
-        self._launch("short_conv", launch_short_conv, *arguments, prompt=self._reads_prompts, pdl=pdl)
+        self._launch("short_conv", launch_short_conv, *arguments, prompt=self._reads_prompts, pdl=self._overlaps)
         return out
 
     def _route(self, index: int, x: Input) -> Any:

@@ -180,10 +180,8 @@ class DecodeStep(BlockLauncher):
 
     def launch(self, *, sampled: bool = False, count: bool = False, indices: Iterable[int] | None = None) -> None:
         """``indices``: of the blocks to launch; None: all."""
-        launch_embed(
-            self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"),
-            multiplier=self._embedding_multiplier,
-        )  # fmt: skip
+        embedding, multiplier = self.weights.embedding, self._embedding_multiplier
+        launch_embed(self.tokens, embedding, self.hidden, self._sums(-1, "down"), multiplier=multiplier)
         self._counting = count
         self.launch_blocks(indices)
         self.launch_logits()
@@ -191,10 +189,8 @@ class DecodeStep(BlockLauncher):
             self._counted.add_((self.tokens >= 0).sum() * self._of_row)
         config, choice = self.config, Choice(self.tokens, self._ids[1 - self._buffer], self.positions)
         if sampled and self._sampling is not None:
-            launch_sample(
-                self._logits, choice, self._sampling, self.weights.embedding.dtype,
-                multiplier=config.logits_multiplier, cap=config.logits_softcap, pdl=self.pdl,
-            )  # fmt: skip
+            factors: dict[str, Any] = {"multiplier": config.logits_multiplier, "cap": config.logits_softcap}
+            launch_sample(self._logits, choice, self._sampling, embedding.dtype, **factors, pdl=self.pdl)
         else:
             launch_argmax(self._logits, *choice, pdl=self.pdl)
         self._buffer = 1 - self._buffer
@@ -228,9 +224,9 @@ class DecodeStep(BlockLauncher):
     def _count(self, linear: AnyLinear, value: Input, routing: Routing | None = None) -> None:
         """Count the weights that a masked linear's input reads."""
         if self._counting and not linear.dense:
-            expert, pdl = None if routing is None else routing.expert, self.pdl and self.normed is None
-            total, eps = self._counted, self.config.rms_norm_eps
-            launch_count(linear, value, total, tokens=self.tokens, expert=expert, eps=eps, pdl=pdl)
+            expert, eps = None if routing is None else routing.expert, self.config.rms_norm_eps
+            options: dict[str, Any] = {"tokens": self.tokens, "expert": expert, "eps": eps}
+            launch_count(linear, value, self._counted, **options, pdl=self._overlaps)
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
         out = self._splits(self.weights.blocks[index].spec.head_dim)
@@ -242,29 +238,21 @@ class DecodeStep(BlockLauncher):
         return KVSplits(*(self._memory(name, *shape, dtype=torch.float32) for name, shape in shapes.items()))
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
-        delta, pdl = self.weights.blocks[index].delta, self.pdl and self.normed is None
+        delta = self.weights.blocks[index].delta
         assert delta is not None
         if self.normed is not None:  # the kernel norms its input itself
             norm = self._next_norm(index - 1, ())
             x = Input(self.hidden, self._sums(*self._added_before(index)), norm.factors) if norm else Input(self.hidden)
         out = self._memory("recalled", self.rows, delta.config.value_size)
-        self._launch(
-            "attention",
-            launch_delta_net,
-            DeltaInput(projected, self.hidden, x.ssq, x.norm),
-            DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm),
-            self._states[index],
-            self._inputs,
-            out,
-            key_heads=delta.config.key_heads,
-            eps=self.config.rms_norm_eps,
-            pdl=pdl,
-            in_order=self._verifies,
-        )
+        inputs = DeltaInput(projected, self.hidden, x.ssq, x.norm)
+        weights = DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm)
+        options: dict[str, Any] = {"key_heads": delta.config.key_heads, "eps": self.config.rms_norm_eps}
+        options |= {"pdl": self._overlaps, "in_order": self._verifies}
+        self._launch("attention", launch_delta_net, inputs, weights, self._states[index], self._inputs, out, **options)
         return out
 
     def _mamba2(self, index: int, projected: Tensor) -> Tensor:
-        mamba, pdl = self.weights.blocks[index].mamba, self.pdl and self.normed is None
+        mamba, pdl = self.weights.blocks[index].mamba, self._overlaps
         assert mamba is not None
         weights = MambaTensors(*(getattr(mamba, name) for name in MambaTensors._fields))
         gated = self._memory("gated", self.rows, mamba.config.inner, dtype=torch.float32)
