@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
+from wisparse.formats.manifest import bits_of
 from wisparse.formats.model_config import ModelConfig
 
 from .decoding.decoder import Decoder
@@ -75,9 +76,11 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
     that a change of the machine's speed affects all."""
     levels = {name: model.sparsity for name, model in models.items()}
     if 0 in levels.values():
-        if any(model.bits is not None for model in models.values()):
-            raise UsageError("bits: expected one of the bundle's levels to compare with the dense model, found 8")
-        raise UsageError("sparsity: expected a sparsity level to compare with the dense model, found 0")
+        bundle = next(iter(models.values())).bundle
+        graded = bundle.bits is not None
+        known = ", ".join(f"{bits_of(one) if graded else one:g}" for one in bundle.levels if one)
+        wanted = f"expected a level to compare with the dense model ({known or 'this bundle has none'})"
+        raise UsageError(f"{'bits' if graded else 'sparsity'}: {wanted}, found {8 if graded else 0}")
     device = next(iter(models.values())).decoder.device
     bandwidth = read_bandwidth_gbps(device)
     realised, tables = {}, {}

@@ -61,7 +61,7 @@ def test_command_prints_a_whole_table(bundle: Path, columns: str) -> None:
 def test_options_that_do_not_fit_are_refused(bundle: Path) -> None:
     assert "--all-weights goes without --weights" in bench(bundle, "--all-weights", "--weights", "int8").output
     for option, sentence in (
-        ("--sparsity=0", "sparsity: expected a sparsity level to compare with the dense model, found 0"),
+        ("--sparsity=0", "sparsity: expected a level to compare with the dense model (0.4), found 0"),
         ("--kernels", "--kernels: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
         ("--tune", "--tune: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
     ):
