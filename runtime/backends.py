@@ -233,11 +233,10 @@ def load(
     guard.choice("backend", backend, ("auto", *BACKENDS))
     if weights is not None:
         guard.choice("weights", weights, tuple(WEIGHT_TYPES))
-    if isinstance(max_kl, str):
-        guard.choice("max_kl", max_kl, ("auto",))
+    if max_kl == "auto":
         max_kl = None if isinstance(bundle, Bundle) else auto_max_kl()
     elif max_kl is not None:
-        max_kl = guard.number("max_kl", max_kl, 0, math.inf, "a number of nats per token, 0 or more, or auto")
+        max_kl = guard.number("max_kl", max_kl, 0, math.inf, "a number of nats per token, 0 or more, auto or None")
     guard.choice("prefill", prefill, PREFILL_POLICIES)
     guard.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     max_batch = None if max_batch is None else guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)

@@ -136,8 +136,9 @@ def test_load_chooses(tabled: Path, bundle: Path, speeds: dict[float, float]) ->
     speeds[0.4] = 99.0
     with load(tabled, backend="torch", max_seq_len=64) as model:
         assert (str(model.choice).partition(",")[0], model.sparsity) == ("native dense", 0.0)
-    with pytest.raises(UsageError, match="max_kl: expected a number of nats per token"):
-        load(tabled, max_kl=-1)
+    for wrong in (-1, "off"):
+        with pytest.raises(UsageError, match="max_kl: expected a number of nats per token, 0 or more, auto or None"):
+            load(tabled, max_kl=wrong)
 
 
 def test_measurement_is_real_and_remembered(tabled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
