@@ -30,11 +30,14 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     folder = Path(folder)
     loader = PreTrainedTokenizerFast if (folder / _FILE).is_file() else AutoTokenizer
     files = sorted(name for name in _FILES if (folder / name).is_file())
+    where: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         with quiet_transformers():
-            tokenizer = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
-            raise TypeError(f"{type(tokenizer).__name__} is not a tokenizer of the tokenizers library")
+            tokenizer = loader.from_pretrained(folder, **where)
+            if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+                raise TypeError(f"{type(tokenizer).__name__} is not a tokenizer of the tokenizers library")
+            if _FILE not in files and "tokenizer.model" in files:
+                _as_trained(tokenizer, PreTrainedTokenizerFast.from_pretrained(folder, **where))
         return tokenizer
     except Exception as error:
         wrong = f" can be made from {', '.join(files)}: {' '.join(str(error).split())[:300]}"
@@ -46,6 +49,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
                 f": {', '.join(files)} needs the package {' or '.join(lacks)}: pip install 'wisparse[sentencepiece]'"
             )
         raise UnsupportedModelError(f"{shown(folder)}: no tokenizer{wrong}") from error
+
+
+def _as_trained(tokenizer: Any, general: Any) -> None:
+    """Give ``tokenizer`` the model and the normalizer of tokenizer.model, which ``general`` was made from. The classes of
+    Llama and Gemma have one of their own, which suits their own files (transformers 5.24). Text behind special tokens is
+    theirs where the file agrees with them, as it depends on other settings."""
+    text = "a  b ﬁ "
+    ids = [one.encode(text, add_special_tokens=False) for one in (tokenizer, general)]
+    if ids[0] != ids[1] and tokenizer.get_vocab() == general.get_vocab():
+        for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
+            setattr(tokenizer.backend_tokenizer, part, getattr(general.backend_tokenizer, part))
 
 
 def bundle_files(folder: Path, tokenizer: Any) -> dict[str, bytes]:

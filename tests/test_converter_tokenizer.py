@@ -100,13 +100,16 @@ def vocab_and_merges(folder: Path, name: str = "GPT2Tokenizer") -> None:
     write(folder, vocab__json=model["vocab"], merges__txt=merges, tokenizer_config__json=config)
 
 
-def sentencepiece(folder: Path, **config: Any) -> None:
+LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+
+def sentencepiece(folder: Path, training: dict[str, Any] = LLAMA, **config: Any) -> None:
     trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
     (folder / "text").write_text("\n".join(LINES))
     trainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=330, model_type="bpe",
-        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, user_defined_symbols=["<|turn|>"],
+        input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=330,
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<|turn|>"],
+        **{"model_type": "bpe"} | training,
     )  # fmt: skip
     write(folder, config__json={"model_type": "llama"}, tokenizer_config__json=config)
 
@@ -189,6 +192,17 @@ def test_a_conversion_writes_the_tokenizer_and_the_templates(name: str, tmp_path
     assert text.special_tokens["eos_token"] == SOURCES[name][1]
     assert text.render([{"role": "user", "content": "x"}], tools=[{}, {}]) == "2 tools"
     assert before in (None, bundle.read_bytes("tokenizer.json"))
+
+
+@pytest.mark.parametrize("training", [LLAMA, {}, LLAMA | {"add_dummy_prefix": False}, {"model_type": "unigram"}])
+def test_text_is_normalized_as_tokenizer_model_says(training: dict[str, Any], tmp_path: Path) -> None:
+    """transformers' LlamaTokenizer has one normalizer for all files (5.24)."""
+    sentencepiece(tmp_path, training, tokenizer_class="LlamaTokenizer", add_bos_token=True)
+    pieces = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    tokenizer = load_tokenizer(tmp_path)
+    for text in (*LINES[:3], "a  b", "two words ", "the ﬁrst Ａ"):
+        assert tokenizer.encode(text, add_special_tokens=False) == pieces.encode(text), text
+        assert tokenizer.encode(text) == [tokenizer.bos_token_id, *pieces.encode(text)]
 
 
 def test_a_tokenizer_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
