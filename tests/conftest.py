@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -174,8 +173,8 @@ def variant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 @pytest.fixture(scope="session")
-def stdlib_files() -> dict[str, list[Path]]:
-    """Standard-library sources, which the example models never saw: ``calibration`` and ``evaluation``, disjoint."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    files = [file for file in files if file.stat().st_size > 8192]
-    return {"calibration": files[0::2], "evaluation": files[1::2]}
+def stdlib_file() -> Path:
+    """A source of the standard library, which the example models never saw."""
+    from quality import stdlib_files
+
+    return stdlib_files("evaluation")[0]

@@ -167,11 +167,11 @@ Run = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def run(run: Callable[..., tuple[int, str, str]], stdlib_files: dict[str, list[Path]]) -> Run:
+def run(run: Callable[..., tuple[int, str, str]], stdlib_file: Path) -> Run:
     """What ``wisparse eval ARGS`` prints to its two streams; TEXT stands for two sequences of a text of that length."""
 
     def run_eval(*args: object, code: int = 0, text: int = 0) -> tuple[str, str]:
-        shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", text, "--dtype", "float32")
+        shape = ("--text", stdlib_file, "--num-samples", 2, "--seq-len", text, "--dtype", "float32")
         ended, out, err = run("eval", *args, *(shape if text else ()))
         assert ended == code, err
         return out, err
@@ -179,9 +179,9 @@ def run(run: Callable[..., tuple[int, str, str]], stdlib_files: dict[str, list[P
     return run_eval
 
 
-def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], run: Run) -> None:
+def test_command_on_text(bundle: Path, stdlib_file: Path, run: Run) -> None:
     document = json.loads(run(bundle, "--backend", "torch", "--json", text=64)[0])
-    assert document["text"]["source"] == stdlib_files["evaluation"][0].name
+    assert document["text"]["source"] == stdlib_file.name
     (row,) = document["bundles"]
     assert row["warning"] is None
     assert list(row["quality"]) == ["half", "all"]

@@ -62,9 +62,9 @@ def test_back_ends_store_and_read_the_same(variant_bundle: Callable[[str], Path]
 
 
 @pytest.mark.parametrize(("stored", "most"), [("int8", 0.001), ("fp8", 0.015)])
-def test_the_loss_is_small(bundle: Path, stored: str, most: float, stdlib_files: dict[str, list[Path]]) -> None:
+def test_the_loss_is_small(bundle: Path, stored: str, most: float, stdlib_file: Path) -> None:
     """KL of the example model on code that it was not trained on; int8 costs less than fp8 at the same size."""
-    text, found = stdlib_files["evaluation"][0].read_text(), []
+    text, found = stdlib_file.read_text(), []
     for kind in ("auto", stored):
         with wisparse.load(bundle, sparsity=0, dtype="float32", max_seq_len=512, kv_cache_dtype=kind) as model:
             ids = torch.tensor(model.tokenizer.encode(text)[:512])

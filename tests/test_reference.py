@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -114,7 +113,7 @@ def test_cache_of_a_folder_that_is_gone_or_read_only(
 
 
 @pytest.mark.parametrize("name", ["reference", "model"])
-def test_logits_that_are_nan(example_model: Path, tmp_path: Path, run: Run, stdlib_files: Any, name: str) -> None:
+def test_logits_that_are_nan(example_model: Path, tmp_path: Path, run: Run, stdlib_file: Path, name: str) -> None:
     """NaN is no token to leave out of a mean."""
     places = {"reference": example_model, "model": example_model, name: tmp_path / "broken"}
     shutil.copytree(example_model, tmp_path / "broken")
@@ -123,7 +122,7 @@ def test_logits_that_are_nan(example_model: Path, tmp_path: Path, run: Run, stdl
         if "model.norm.weight" in tensors:
             tensors["model.norm.weight"][:] = 3e38
             save_file(tensors, path, {"format": "pt"})
-    text = ("--text", stdlib_files["evaluation"][0], "--num-samples", 1, "--seq-len", 16)
+    text = ("--text", stdlib_file, "--num-samples", 1, "--seq-len", 16)
     code, _, err = run("eval", "--reference", places["reference"], "--model", places["model"], *text)
     assert code == 2, err
     assert f"expected the {name}'s logits to be numbers, found NaN or infinity at 16 of 16 tokens" in err
@@ -139,9 +138,9 @@ def test_logits_at_the_ends_of_their_range() -> None:
 
 
 def test_models_of_all_kinds(
-    bundle: Path, example_model: Path, run: Run, cache: Path, stdlib_files: Any, caplog: pytest.LogCaptureFixture
+    bundle: Path, example_model: Path, run: Run, cache: Path, stdlib_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = ("--text", stdlib_files["evaluation"][0], "--num-samples", 3, "--seq-len", 64)
+    text = ("--text", stdlib_file, "--num-samples", 3, "--seq-len", 64)
     text += ("--dtype", "float32", "--json")
     models = ("--model", example_model, "--model", bundle)
     code, out, err = run("eval", "--reference", example_model, *models, "--backend", "torch", *text)

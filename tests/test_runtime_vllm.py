@@ -298,9 +298,9 @@ def clear_prompts(bundle: Path, prompts: list[list[int]], prefill: str, **option
 
 
 @pytest.fixture(scope="module")
-def some_prompts(example_model: Path, stdlib_files: dict[str, list[Path]]) -> list[list[int]]:
+def some_prompts(example_model: Path, stdlib_file: Path) -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(example_model / "tokenizer.json"))
-    ids = tokenizer.encode(stdlib_files["evaluation"][0].read_text("utf-8")[:8000]).ids
+    ids = tokenizer.encode(stdlib_file.read_text("utf-8")[:8000]).ids
     lengths = [1, 2, 3, 7, 16, 17, 31, 64, 65, 90] * 2
     return [ids[40 * i : 40 * i + length] for i, length in enumerate(lengths)]
 
@@ -499,10 +499,10 @@ def test_a_bundle_is_dense_without_the_plug_in(python: str, bundle: Path, some_p
 
 @pytest.fixture(scope="module")
 def quantised(
-    example_model: Path, stdlib_files: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory
+    example_model: Path, stdlib_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """The example model with other weights, the quickest way. Groups of 32: two cards can share its 704 channels."""
-    text, folder = stdlib_files["evaluation"][0], tmp_path_factory.mktemp("quantised")
+    text, folder = stdlib_file, tmp_path_factory.mktemp("quantised")
 
     @functools.cache
     def convert(weights: str, group: int = 32) -> Path:

@@ -48,14 +48,16 @@ def store_partial(partial_ptr, offset, y, mask):
     tl.store(partial_ptr + offset, _bits(y), mask=mask)
 
 
+_STORE4 = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
+)
+
+
 @triton.jit
 def store_partial4(at, a, b, c, d, mask):
     """The same for four consecutive sums of each thread, 16-byte aligned."""
-    STORE: tl.constexpr = (
-        "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }"
-    )
     operands = (at.to(tl.int64), _bits(a), _bits(b), _bits(c), _bits(d), mask.to(tl.int32))
-    tl.inline_asm_elementwise(STORE, "=r,l,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_STORE4, "=r,l,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
