@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .channels import is_dropped
 from .common import Weights
-from .experts import ExpertLinear, scale_offset
+from .experts import ExpertLinear, weights_of
 from .reduction import activate, relu_squared
 from .tiles import Tile
 from .weights import BLOCK, code_block
@@ -107,18 +107,7 @@ def _expert_gemm_kernel(
         x_at = x_ptr + (pair // config.chosen if FIRST else m).to(tl.int64)[:, None] * K
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         lane = tl.arange(0, BLOCK_K)
-        expert_id = expert.to(tl.int64)
-        quant_scales = weights.quant_scales
-        quant_zeros = weights.quant_zeros
-        if problem.quant != "none":
-            quant_scales += scale_offset(expert_id, problem)
-            if quant_zeros is not None:
-                quant_zeros += scale_offset(expert_id, problem)
-        expert_weights = Weights(
-            weights.weight_t + expert_id * (K * PLANES * problem.stride), None,
-            weights.scales + expert_id * (PROJECTIONS * K),
-            weights.thresholds + expert * (PROJECTIONS * PLANES), quant_scales, quant_zeros,
-        )  # fmt: skip
+        expert_weights = weights_of(weights, expert.to(tl.int64), None, PROJECTIONS, problem)
         masked = (pair // config.chosen >= first_sparse).to(tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -130,7 +119,7 @@ def _expert_gemm_kernel(
                 up = _accumulate(up, x, expert_weights, masked, 1, n, start, k, problem, config)
         live = live_rows[:, None] & (n < N)[None, :]
         if weights.bias is not None:
-            bias_at = weights.bias + expert_id * (PROJECTIONS * N) + n
+            bias_at = weights.bias + expert.to(tl.int64) * (PROJECTIONS * N) + n
             acc += tl.load(bias_at, mask=n < N, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(bias_at + N, mask=n < N, other=0.0).to(tl.float32)[None, :]

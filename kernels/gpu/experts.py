@@ -289,10 +289,20 @@ def choose_experts(x: Tensor, router: Router) -> Routing:
 
 
 @triton.jit
-def scale_offset(expert, of: tl.constexpr):
-    """The offset of an expert's quantization scales and zero points; ``of``: has k, stride, quant and group."""
-    EACH: tl.constexpr = 8 if of.quant == "int4" else 4
-    return expert * ((of.k // of.group) * of.stride * EACH)
+def weights_of(weights, expert, bias, PROJECTIONS: tl.constexpr, problem: tl.constexpr):
+    """Those of an expert (int64), with its ``bias``."""
+    quant_scales = weights.quant_scales
+    quant_zeros = weights.quant_zeros
+    if problem.quant != "none":
+        EACH: tl.constexpr = 8 if problem.quant == "int4" else 4
+        quant_at = expert * ((problem.k // problem.group) * problem.stride * EACH)
+        quant_scales += quant_at
+        if quant_zeros is not None:
+            quant_zeros += quant_at
+    weight_t = weights.weight_t + expert * (problem.k * problem.stride)
+    scales = weights.scales + expert * (PROJECTIONS * (problem.k // problem.planes))
+    thresholds = weights.thresholds + expert * (PROJECTIONS * problem.planes)
+    return Weights(weight_t, bias, scales, thresholds, quant_scales, quant_zeros)
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
@@ -304,7 +314,6 @@ def expert_gemv_kernel(
     CHOSEN: tl.constexpr,  # experts of a row
 ):  # fmt: skip
     ADDS: tl.constexpr = problem.experts > 0
-    ROWS: tl.constexpr = problem.k  # of the weights
     K: tl.constexpr = problem.k // problem.planes
     N: tl.constexpr = problem.n
     PROJECTIONS: tl.constexpr = 1 + (1 if problem.n1 > 0 else 0)
@@ -329,16 +338,7 @@ def expert_gemv_kernel(
     bias = weights.bias
     if bias is not None and not ADDS:
         bias += expert * N
-    quant_scales = weights.quant_scales
-    quant_zeros = weights.quant_zeros
-    if problem.quant != "none":
-        quant_scales += scale_offset(expert, problem)
-        if quant_zeros is not None:
-            quant_zeros += scale_offset(expert, problem)
-    weights = Weights(
-        weights.weight_t + expert * (ROWS * problem.stride), bias, weights.scales + expert * (PROJECTIONS * K),
-        weights.thresholds + expert * (PROJECTIONS * problem.planes), quant_scales, quant_zeros,
-    )  # fmt: skip
+    weights = weights_of(weights, expert, bias, PROJECTIONS, problem)
     out = output.out + out_row * (N if ADDS else problem.n0)
     ssq = output.ssq
     if ssq is not None:
