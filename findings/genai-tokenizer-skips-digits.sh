@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # onnxruntime-genai 0.18.0 with tokenizers 0.23.3: `Tokenizer` on a tokenizer.json whose pre-tokenizers are `Digits` and then
-# `ByteLevel`, as SmolLM2, StarCoder2, Granite's code models and Command R have them.
+# `ByteLevel`, as SmolLM2 has them.
 #
 # Guess: the identifiers are those of tokenizers, or the pre-tokenizer is refused, as an unknown type is.
 # Seen: `Digits` is a known type that does nothing. Where the expression of `ByteLevel` and the vocabulary keep digits apart anyway, the

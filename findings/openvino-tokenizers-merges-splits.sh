@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # openvino-tokenizers 2026.4.1.0 with openvino 2026.4.1 and transformers 5.24.0: `convert_tokenizer` on tokenizers that split text in
 # several steps. DeepSeek-V3's tokenizer.json, as litellm 1.110.2 ships it, splits numbers off, then Chinese and Japanese, then by its
-# large expression; SmolLM2's and StarCoder2's split digits off, then as GPT-2.
+# large expression; SmolLM2's splits digits off, then as GPT-2.
 #
 # Guess: the steps run one after the other, or the tokenizer is refused.
 # Seen: the expressions of neighbouring steps are joined by "|" into one (pull request 456, a speed-up). A later step then sees

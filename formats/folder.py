@@ -115,7 +115,7 @@ def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: b
                 raise
     except OSError as reason:
         full = reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        what = f"the disk is full ({reason.strerror}); nothing was kept, free some space"
+        what = f"the disk is full ({reason.strerror}); the folder was not written, free some space"
         other = f"cannot be written: {reason.strerror or reason}"
         raise ResourceError(f"{out}: {what if full else other}") from None
 

@@ -142,6 +142,7 @@ def test_a_grammar_decides_where_it_allows_forbidden_tokens_only(model: Model) -
     ({"suppress_tokens": 5}, "suppress_tokens: expected a list of token ids"),
     ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens: expected"),
     ({"suppress_tokens": [10**6]}, "suppress_tokens: expected token ids from 0 to"),
+    ({"suppress_tokens": list(range(8192))}, "suppress_tokens: expected token ids that leave one"),
     ({"bad_words_ids": [[]]}, "bad_words_ids: expected a list of lists"),
     ({"bad_words_ids": [5]}, "bad_words_ids: expected a list of lists"),
     ({"bad_words_ids": [[1, 10**6]]}, "bad_words_ids: expected token ids from 0 to"),

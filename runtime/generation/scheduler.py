@@ -134,6 +134,8 @@ class Scheduler:
             unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
             if unknown is not None:
                 raise UsageError(f"{name}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
+            if name.endswith("suppress_tokens") and len(set(ids)) == vocab_size:
+                raise UsageError(f"{name}: expected token ids that leave one to choose, found all {vocab_size}")
         self.levels.resolve(request.sparsity)
 
     def add(self, request: Request) -> Request:
