@@ -290,15 +290,20 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
 
 def _check_weights(projections: Mapping[str, nn.Module], bundle: Bundle) -> None:
     """Refuse the source's weights where the bundle's are rotated: its masks are of other channels. A fine-tuned model is
-    accepted. Packed and offloaded weights, and those of experts, are not compared."""
-    names = [one.name for one in bundle.config.projections() if one.block == 0 and not one.experts]
-    for name in names:
-        weight = getattr(projections[name], "weight", None)
+    accepted. Packed and offloaded weights, and those of experts, are not compared; a rotation changes all, a family's order
+    of rows (Qwen3-Next's) some."""
+    different = []
+    for one in bundle.config.projections(0):
+        weight = None if one.experts else getattr(projections[one.name], "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta:
-            stored = bundle.checkpoint.tensor(f"{name}.weight", weight.device).float()
-            if weight.shape == stored.shape and (weight.detach().float() - stored).norm() > stored.norm() / 2:
-                advice = "load the model with AutoModelForCausalLM.from_pretrained of the bundle"
-                raise UnsupportedModelError(f"{name}: expected the bundle's own weights, found others; {advice}")
+            stored = bundle.checkpoint.tensor(f"{one.name}.weight", weight.device).float()
+            if weight.shape == stored.shape:
+                if (weight.detach().float() - stored).norm() <= stored.norm() / 2:
+                    return
+                different.append(one.name)
+    if different:
+        advice = "load the model with AutoModelForCausalLM.from_pretrained of the bundle"
+        raise UnsupportedModelError(f"{different[0]}: expected the bundle's own weights, found others; {advice}")
 
 
 _METHOD = "wisparse"

@@ -1,6 +1,6 @@
 """A tiny bundle of every family, and prompts after which rounding decides nothing: there right programs agree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,21 @@ def runtime_tokens(
     sparsity: float | None = None,
     dtype: torch.dtype = torch.float32,
     output_layer: str = "stored",
+    thresholds: float = 1.0,
 ) -> list[int]:
-    """Greedy tokens of the plain decoder. ``output_layer``: int8 rounds it."""
+    """Greedy tokens of the plain decoder. ``output_layer``: int8 rounds it; ``thresholds``: a factor of them."""
     bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=dtype, max_seq_len=len(prompt) + count)
     if output_layer == "int8":
         decoder._head = round_weight(decoder._head, "int8").dequantise(dtype)
+    if thresholds != 1:
+        decoder.set_masks({
+            name: replace(
+                mask, threshold=mask.threshold * thresholds,
+                plane_thresholds=tuple(threshold * thresholds for threshold in mask.plane_thresholds),
+            )
+            for name, mask in bundle.masks.items()
+        })  # fmt: skip
     return greedy(decoder, torch.tensor(prompt), count, start)[0]
 
 

@@ -150,7 +150,9 @@ def test_wrong_models_and_bundles_are_refused(bundle: Path, tmp_path: Path) -> N
     changed = load(bundle)
     changed.model.layers[2].mlp.up_proj = torch.nn.Identity()
     rotated = load(bundle)  # as the source of a rotated bundle, whose masks are of other channels
-    rotated.model.layers[0].self_attn.q_proj.weight.data = rotated.model.layers[0].self_attn.q_proj.weight.flip(1)
+    for module in rotated.model.layers[0].modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.flip(1)
     for model, folder, error, words in (
         (load(other), bundle, UnsupportedModelError, "for a llama model, found 'qwen2'"),
         (load(tiny), bundle, UnsupportedModelError, "expected a projection of that name"),  # fewer blocks
