@@ -250,7 +250,7 @@ def test_a_request_and_a_saved_speed_name_their_bits(bundle: Path, tmp_path: Pat
     code, _, err = run("bench", copy, "--bits", 5, "--save", "--max-new-tokens", 4, "--runs", 1)
     assert (code, "| | dense | 5 bits |" in (copy / "README.md").read_text()) == (0, True), err
     code, _, err = run("bench", copy, "--bits", 8)
-    assert (code, "bits: expected one of the bundle's levels" in err) == (2, True), err
+    assert (code, "bits: expected a level to compare with the dense model (5, 3), found 8" in err) == (2, True), err
 
 
 def test_an_onnx_export_is_the_dense_model(bundle: Path, tmp_path: Path, run: Run) -> None:
