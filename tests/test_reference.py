@@ -38,11 +38,11 @@ def test_figures_by_hand() -> None:
         sum(a * math.log(a / b) for a, b in zip(*rows, strict=True))
         for rows in zip(p.tolist(), q.tolist(), strict=True)
     ]
-    assert found.kl.mean == pytest.approx(sum(kl) / 3, rel=4e-3)
-    assert found.kl_quantiles["largest"] == pytest.approx(max(kl), rel=4e-3)
+    assert found.kl.mean == pytest.approx(sum(kl) / 3, rel=1e-5)
+    assert found.kl_quantiles["largest"] == pytest.approx(max(kl), rel=1e-5)
     assert (found.top1_agreement.mean, found.flips_lost.mean, found.flips_gained.mean) == (pytest.approx(2 / 3), 0.5, 0)
-    assert found.probability_rms.mean == pytest.approx(math.sqrt(0.2**2 / 2), rel=4e-3)
-    assert found.perplexity_ratio.mean == pytest.approx(math.sqrt(0.6 / 0.4), rel=4e-3)
+    assert found.probability_rms.mean == pytest.approx(math.sqrt(0.2**2 / 2), rel=1e-5)
+    assert found.perplexity_ratio.mean == pytest.approx(math.sqrt(0.6 / 0.4), rel=1e-5)
     assert [(one.low, one.num_tokens) for one in found.buckets] == [(0.5, 2), (0.99, 1)]
     assert math.isnan(found.kl.stderr), "of one sequence"
     assert found.to_dict()["kl"]["stderr"] is None
@@ -55,9 +55,9 @@ def test_figures_are_those_of_evaluate_text() -> None:
     found = divergence(rows)
     wanted = evaluate_text(models[1], texts, ["all"], reference=models[0])["all"].overall
     estimates = (found.kl, found.top1_agreement)
-    assert [one.mean for one in estimates] == pytest.approx([wanted.kl, wanted.top1_agreement], rel=4e-3)
+    assert [one.mean for one in estimates] == pytest.approx([wanted.kl, wanted.top1_agreement], rel=1e-5)
     assert [one.stderr for one in estimates] == pytest.approx([wanted.kl_stderr, wanted.top1_stderr], rel=1e-4)
-    assert found.perplexity == pytest.approx(wanted.perplexity, rel=4e-3)
+    assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-5)
     assert sum(one.kl.mean * one.num_tokens for one in found.buckets) / 340 == pytest.approx(found.kl.mean)
 
 
