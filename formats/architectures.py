@@ -176,6 +176,11 @@ class Architecture:
     without: tuple[str, ...] = ()  # config keys of unsupported arithmetic, which have to be null or false
     always: tuple[str, ...] = ()  # config keys that have to be true
 
+    def __post_init__(self) -> None:
+        for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
+            if given not in known:
+                raise ValueError(f"{self.class_name}: expected {name} to be one of {known}, found {given}")
+
     @property
     def gated(self) -> bool:
         """Whether an MLP is down(activation(gate(x)) * up(x)); else it is down(activation(up(x)))."""

@@ -174,8 +174,8 @@ class PromptReader:
             torch.cuda.empty_cache()  # of the runs before each capture
 
     def prepare_cudnn(self, chunk: int) -> None:
-        """Build cuDNN's plans and compile the kernels that continue from its results; on scratch memory with the strides of
-        the cache, whose pages may be unmapped."""
+        """Build cuDNN's plans and compile the kernels before and after it; on scratch memory with the strides of the cache,
+        whose pages may be unmapped."""
         if not self._cudnn:
             return
         longest = len(self.parts[0].rotary.cos)
